@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import kdist
-from tests.layers import (
+from tests.helpers.layers import (
     ALL_IMPORTS,
     BACKENDS,
     FILES,

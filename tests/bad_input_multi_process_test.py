@@ -12,16 +12,8 @@ import numpy as np
 import pytest
 
 from kdist.testing import free_ports
-from tests.processes import (
-    BACKENDS,
-    TIMEOUT,
-    Script,
-    each_backend,
-    local_addresses,
-    run,
-    strategy,
-    tf_config,
-)
+from tests.helpers.processes import BACKENDS, TIMEOUT, each_backend, run, strategy
+from tests.helpers.scripts import local_addresses, started, tf_config
 
 # From the moment at which the script has imported everything: imports take long on a busy machine.
 PROMISED = 10.0
@@ -45,18 +37,6 @@ import importlib, keras
 importlib.import_module(f"kdist.backends.{keras.backend.backend()}.backend")
 """
 MULTI_WORKER = "attempt(kdist.MultiWorkerMirroredStrategy)\n"
-
-
-@contextlib.contextmanager
-def scripts(folder, source, environments, command=()):
-    started = []
-    try:
-        for index, env in enumerate(environments):
-            started.append(Script(folder, f"worker{index}", source, env, command))
-        yield started
-    finally:
-        for script in started:
-            script.kill()
 
 
 def said(script):
@@ -83,7 +63,7 @@ def expect(script, error, *words, within=PROMISED):
 )
 def test_unknown_backend(call, tmp_path):
     source = PRELUDE + f"attempt(lambda: kdist.{call})\nassert 'keras' not in sys.modules"
-    with scripts(tmp_path, source, [{"KERAS_BACKEND": "theano"}]) as (script,):
+    with started(tmp_path, source, [{"KERAS_BACKEND": "theano"}]) as (script,):
         expect(script, "BackendError", "KERAS_BACKEND='theano'", "jax, tensorflow, torch", within=2)
 
 
@@ -105,13 +85,13 @@ sys.meta_path[:] = [Blocker if f is importlib.machinery.PathFinder else f for f 
 @pytest.mark.in_turn(3)
 def test_backend_that_is_not_installed(backend, tmp_path):
     source = PRELUDE + f"HIDDEN = {backend!r}" + HIDE + "attempt(kdist.MirroredStrategy)"
-    with scripts(tmp_path, source, [{"KERAS_BACKEND": backend}], [sys.executable]) as (script,):
+    with started(tmp_path, source, [{"KERAS_BACKEND": backend}], [sys.executable]) as (script,):
         expect(script, "BackendError", f"package '{backend}'", "not installed", f"pip install '.[{backend}]'")
 
 
 def test_keras_that_is_not_installed(tmp_path):
     source = PRELUDE + "HIDDEN = 'keras'" + HIDE + "attempt(kdist.MirroredStrategy)"
-    with scripts(tmp_path, source, [{"KERAS_BACKEND": "jax"}], [sys.executable]) as (script,):
+    with started(tmp_path, source, [{"KERAS_BACKEND": "jax"}], [sys.executable]) as (script,):
         expect(script, "BackendError", "package 'keras'", "not installed")
 
 
@@ -152,7 +132,7 @@ def test_malformed_tf_config_reaches_the_strategy(backend, tmp_path):
         + MULTI_WORKER
         + "    print('NEXT')\n"
     )
-    with scripts(tmp_path, source, [{"KERAS_BACKEND": backend}]) as (script,):
+    with started(tmp_path, source, [{"KERAS_BACKEND": backend}]) as (script,):
         script.wait()
         answers = script.stdout().split("NEXT\n")[:-1]
     assert len(answers) == len(MALFORMED)
@@ -174,7 +154,7 @@ def test_port_in_use(backend, tmp_path):
             {"KERAS_BACKEND": backend, "TF_CONFIG": tf_config(addresses, i), "KDIST_JOIN_TIMEOUT": "5"}
             for i in (0, 1)
         ]
-        chief, _ = stack.enter_context(scripts(tmp_path, PRELUDE + IMPORT + MULTI_WORKER, envs))
+        chief, _ = stack.enter_context(started(tmp_path, PRELUDE + IMPORT + MULTI_WORKER, envs))
         expect(chief, "ClusterConfigError", str(taken))
 
 
@@ -187,7 +167,7 @@ def test_workers_with_different_secrets(backend, tmp_path):
         | {"KDIST_CLUSTER_TOKEN": token}
         for index, token in enumerate(["one secret", "another secret"])
     ]
-    with scripts(tmp_path, PRELUDE + IMPORT + MULTI_WORKER, environments) as (chief, other):
+    with started(tmp_path, PRELUDE + IMPORT + MULTI_WORKER, environments) as (chief, other):
         words = "uses a different secret", "export KDIST_CLUSTER_TOKEN=$(openssl rand -hex 16)"
         expect(other, "ClusterConfigError", *words)
         expect(chief, "KdistError")
@@ -208,7 +188,7 @@ def test_a_worker_that_never_comes(backend, missing, tmp_path):
         "KDIST_JOIN_TIMEOUT": "3",
     }
     sooner = "from kdist.backends import waiting; waiting._FIRST = 1.0\n"
-    with scripts(tmp_path, PRELUDE + IMPORT + sooner + MULTI_WORKER, [env]) as (script,):
+    with started(tmp_path, PRELUDE + IMPORT + sooner + MULTI_WORKER, [env]) as (script,):
         name = f"worker {missing} ({addresses[missing]})"
         expect(script, "WorkerTimeoutError", name, "within 3 s", "KDIST_JOIN_TIMEOUT=")
         assert f"kdist: waiting for {name} to join (1 of 3 s)\n" in script.stderr()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import each_backend, full_unless, run, run_plain, strategy
+from tests.helpers.processes import each_backend, full_unless, run, run_plain, strategy
 from tests.saving_multi_process_test import Written, assert_same, make_data, make_model, rank, state_of
 
 # Everything named in_worker_… runs in the workers of a pool, and returns what the tests compare.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 import kdist
-from tests.processes import Script, each_backend
+from tests.helpers.processes import each_backend
+from tests.helpers.scripts import Script
 
 _TRAINS = """
     import collections, gc, json
@@ -85,9 +84,8 @@ _HELD = {
 )
 @each_backend
 def test_variables_are_on_the_parameter_device_and_an_optimizers_nowhere_else(backend, tmp_path):
-    script = Script(tmp_path, "trains", _TRAINS, {"KERAS_BACKEND": backend})
-    assert script.wait() == 0, script.stderr()
-    found = json.loads(script.stdout().splitlines()[-1])
+    script = Script(tmp_path, "trains", _TRAINS, {"KERAS_BACKEND": backend}).finish()
+    found = script.told()
     assert found["devices"] == [["cpu:1", "cpu:2"], ["cpu:0"]]
     assert found["held"] == _HELD[backend]
     assert found["difference"] < 1e-6  # the step saw the weights that it had made

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests import processes, reports, rest, turn, zygote
-from tests.environment import CACHE, DESCRIBING, keep_bytecode, own_ports
-from tests.own_process import pytest_runtest_teardown as pytest_runtest_teardown
+from tests import reports, rest, turn
+from tests.helpers import processes, zygote
+from tests.helpers.environment import CACHE, DESCRIBING, keep_bytecode, own_ports
+from tests.helpers.own_process import pytest_runtest_teardown as pytest_runtest_teardown
 
 pytest_plugins = ("tests.mutants.kills",)
 

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, example, given, seed, settings
 from hypothesis import strategies as st
 
-from tests import processes
 from tests.contract import CONFIGURATIONS, Numbers
 from tests.contract_draws import TOLERANCE, Draw, train
 from tests.contract_pools import Pools, without_kdist
+from tests.helpers import processes
 from tests.turn import turn
 
 _CELLS = [(backend, c.name) for c in CONFIGURATIONS.values() for backend in c.backends]

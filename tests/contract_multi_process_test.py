@@ -23,14 +23,14 @@ import numpy as np
 import pytest
 
 from kdist.testing import WorkerFailure
-from tests import processes
 from tests.contract import CASES, CONFIGURATIONS, compare, make_strategy, run_case
 from tests.contract_cells import BACKENDS, CELLS, Cell, missing_cells, missing_pairs
 from tests.contract_paths import check_path, path_of_steps
 from tests.contract_pools import Pools, without_kdist
-from tests.environment import CACHE, ROOT
-from tests.foreign_backward import foreign_backward
-from tests.processes import full_unless
+from tests.helpers import processes
+from tests.helpers.environment import CACHE, ROOT
+from tests.helpers.foreign_backward import foreign_backward
+from tests.helpers.processes import full_unless
 
 # The packages that decide the results of plain Keras.
 _DECIDING = (

@@ -8,7 +8,7 @@ from typing import ParamSpec, TypeVar
 
 from kdist.testing import WorkerPool
 from tests.contract import CONFIGURATIONS, make_strategy
-from tests.processes import start_pool
+from tests.helpers.processes import start_pool
 
 # A first step may have to compile on a busy machine. A hang ends here, and the error shows the stacks of all workers.
 TIMEOUT = 120

@@ -11,8 +11,8 @@ import pytest
 import kdist.cluster
 import kdist.launch
 import kdist.testing
-from tests.environment import ROOT
-from tests.processes import run
+from tests.helpers.environment import ROOT
+from tests.helpers.processes import run
 
 # How many lines of examples each module has, as its text says.
 EXAMPLES = {

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.environment import ROOT
-from tests.processes import BACKENDS, run, strategy
+from tests.helpers.environment import ROOT
+from tests.helpers.processes import BACKENDS, run, strategy
 
 ELSEWHERE = ("cluster", "launch", "testing")  # whose `>>>` lines need no worker
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import re
 import signal
-import sys
 import time
 
 import pytest
 
-from tests.alive import identity_of, left_of
-from tests.processes import BACKENDS, Script, full_unless, local_addresses, tf_config
+from tests.helpers.alive import identity_of, left_of
+from tests.helpers.processes import BACKENDS, full_unless
+from tests.helpers.scripts import RUN, Script, environments_of, local_addresses, started
 
 # What the issue promises: with the launcher, and without.
 LAUNCHED, ALONE = 1.0, 15.0
@@ -28,7 +27,7 @@ import kdist, keras
 class Note(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if self.params["epochs"] > 1 and batch == 2:
-            print(f"TRAINS {os.environ['WHO']} {os.getpid()}", flush=True)
+            print(f"TRAINS {os.environ['RANK_HERE']} {os.getpid()}", flush=True)
         time.sleep(0.01)
 
 strategy = kdist.MultiWorkerMirroredStrategy()
@@ -46,16 +45,6 @@ def report(capsys, text):
         print(f"\n{text}", flush=True)
 
 
-@contextlib.contextmanager
-def processes():
-    started = []
-    try:
-        yield started
-    finally:
-        for script in started:
-            script.kill()
-
-
 @pytest.mark.parametrize(
     ("backend", "victim"),
     [
@@ -66,10 +55,9 @@ def processes():
 )
 @pytest.mark.in_turn(6)
 def test_a_launched_job_ends_at_once(backend, victim, tmp_path, capsys):
-    source = SCRIPT.replace("os.environ['WHO']", "os.environ['RANK']")
-    command = (sys.executable, "-m", "kdist", "run", "--num-workers", "2", "--backend", backend)
-    with processes() as started:
-        started.append(job := Script(tmp_path, "train", source, {}, command))
+    source = SCRIPT.replace("os.environ['RANK_HERE']", "os.environ['RANK']")
+    command = (*RUN, "--num-workers", "2", "--backend", backend)
+    with Script(tmp_path, "train", source, {}, command) as job:
         for rank in (0, 1):
             job.wait_for(f"TRAINS {rank} ")
         pids = {int(rank): int(pid) for rank, pid in re.findall(r"TRAINS (\d) (\d+)", job.stdout())}
@@ -94,16 +82,13 @@ def test_a_launched_job_ends_at_once(backend, victim, tmp_path, capsys):
 @pytest.mark.in_turn(3)
 def test_without_the_launcher_the_survivor_names_the_lost_worker(backend, victim, tmp_path, capsys):
     addresses = local_addresses(2)
-    with processes() as started:
-        for index in (0, 1):
-            env = {"TF_CONFIG": tf_config(addresses, index), "KERAS_BACKEND": backend, "WHO": str(index)}
-            started.append(Script(tmp_path, f"worker{index}", SCRIPT, env))
-        for index, script in enumerate(started):
+    with started(tmp_path, SCRIPT, environments_of(backend, addresses)) as scripts:
+        for index, script in enumerate(scripts):
             script.wait_for(f"TRAINS {index} ")
-        survivor = started[1 - victim]
+        survivor = scripts[1 - victim]
         killed = time.monotonic()
-        started[victim].process.kill()
-        started[victim].wait(10)
+        scripts[victim].process.kill()
+        scripts[victim].wait(10)
         code = survivor.wait(60)
         seconds = time.monotonic() - killed
         report(

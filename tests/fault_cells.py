@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy
 import pytest
 
-from tests.processes import BACKENDS, Script, local_addresses, tf_config
+from tests.helpers.processes import BACKENDS
+from tests.helpers.scripts import Script, local_addresses, tf_config
 from tests.turn import turn
 
 HEARTBEAT = 6.0

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +19,8 @@ import numpy
 import pytest
 
 from tests.fault_cells import CELLS, SAVES, SCRIPT, STEPS, Cell, all_cells, said_by, weights_of
-from tests.processes import BACKENDS, Script, full_unless
+from tests.helpers.processes import BACKENDS, full_unless
+from tests.helpers.scripts import RUN, Script
 
 AT_ONCE = 3
 TIMEOUT = 300.0
@@ -159,7 +159,7 @@ def test_the_others_end_and_name_the_worker(
 )
 def test_the_launcher_starts_again_after_a_hang(backend: str, tmp_path: Path) -> None:
     options = ("--max-restarts", "1", "--hang-timeout", "3", "--inject", "hang:worker=1,step=6")
-    command = (sys.executable, "-m", "kdist", "run", "-n", "2", "--backend", backend)
+    command = (*RUN, "-n", "2", "--backend", backend)
     undisturbed = Script(tmp_path, "undisturbed", SCRIPT, {"BACKUP": "other"}, command)
     job = Script(tmp_path, "train", SCRIPT, {}, (*command, *options))
     try:

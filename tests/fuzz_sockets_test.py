@@ -13,8 +13,8 @@ import pytest
 from kdist.cluster import complete_addresses, discover, exchange
 from kdist.errors import KdistError
 from tests.fuzz.mutate import change_bytes
-from tests.ports import neighboring_ports
-from tests.processes import local_addresses
+from tests.helpers.ports import neighboring_ports
+from tests.helpers.scripts import local_addresses
 
 SEED = "kdist 28"
 NUMBER = 200

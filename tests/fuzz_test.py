@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 
-from tests.processes import run
+from tests.helpers.processes import run
 from tests.turn import turn
 
 

@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from tests.processes import each_backend_in_twelve_turns, run, strategy
+from tests.helpers.processes import each_backend_in_twelve_turns, run, strategy
 
 COLUMNS, ROWS = 512, 512  # a global batch has 1 MiB
 UNITS = 512  # the weights have 1 MiB, and 3 MiB with the optimizer's slots

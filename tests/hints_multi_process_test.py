@@ -7,8 +7,9 @@ import pytest
 
 import kdist
 from kdist.experimental import CollectiveCommunication, CommunicationOptions
-from tests import by_hand
-from tests.processes import Script, each_backend, run, start_pool
+from tests.helpers import by_hand
+from tests.helpers.processes import each_backend, run, start_pool
+from tests.helpers.scripts import Script
 
 
 def hints():
@@ -144,7 +145,7 @@ def nccl():
     import keras
 
     from kdist.communication import options as communication
-    from tests.processes import strategy
+    from tests.helpers.processes import strategy
 
     communication._ignored.clear()
     logged = []
@@ -214,8 +215,7 @@ MISSING = """
 @each_backend
 def test_a_script_falls_back_to_cpus_where_gpus_are_missing(backend, tmp_path):
     told = {"KERAS_BACKEND": backend, "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
-    script = Script(tmp_path, "missing", MISSING, told)
-    assert script.wait() == 0, script.stderr()
+    script = Script(tmp_path, "missing", MISSING, told).finish()
     *errors, last = script.stdout().splitlines()
     assert last == "replicas: 3" and sum("'gpu:0' does not exist" in line for line in errors) == 2
 

@@ -6,23 +6,14 @@ import contextlib
 import os
 import re
 import signal
-import sys
 import time
 
 import numpy as np
 import pytest
 
-from tests.alive import identity_of, left_of
-from tests.processes import (
-    Script,
-    each_backend,
-    each_backend_in_twelve_turns,
-    local_addresses,
-    run,
-    run_plain,
-    strategy,
-    tf_config,
-)
+from tests.helpers.alive import identity_of, left_of
+from tests.helpers.processes import each_backend, each_backend_in_twelve_turns, run, run_plain, strategy
+from tests.helpers.scripts import RUN, Script, environments_of, started
 
 # The workers end long before the heartbeat timeout, after which they would end anyway.
 SECONDS, HEARTBEAT = 30.0, 120.0
@@ -58,13 +49,7 @@ def check_stderr(text):
 @pytest.mark.kills(interrupt_waits_for_the_others="[torch]")
 @each_backend_in_twelve_turns
 def test_ctrl_c_ends_both_workers(backend, tmp_path):
-    addresses = local_addresses(2)
-    with contextlib.ExitStack() as cleanup:
-        scripts = []
-        for index in (0, 1):
-            env = {"TF_CONFIG": tf_config(addresses, index), "KERAS_BACKEND": backend, **PATIENT}
-            scripts.append(Script(tmp_path, f"worker{index}", SCRIPT, env))
-            cleanup.callback(scripts[-1].kill)
+    with started(tmp_path, SCRIPT, environments_of(backend, **PATIENT)) as scripts:
         for script in scripts:
             script.wait_for("TRAINS")
         pids = [script.process.pid for script in scripts]
@@ -97,15 +82,10 @@ def wait_until_it_rests(pid):
 @each_backend
 def test_ctrl_c_in_a_collective_is_a_keyboard_interrupt(backend, tmp_path):
     # Worker 1 does not come to the next step; Ctrl-C meets worker 0 in a collective, which then fails.
-    stops = SCRIPT.replace("flush=True)\n\n", "flush=True)\n            os.kill(os.getpid(), 19)\n\n")
+    stop = '            if os.environ["RANK_HERE"] == "1":\n                os.kill(os.getpid(), 19)\n\n'
+    stops = SCRIPT.replace("flush=True)\n\n", f"flush=True)\n{stop}")
     assert stops != SCRIPT
-    addresses = local_addresses(2)
-    with contextlib.ExitStack() as cleanup:
-        scripts = []
-        for index, source in enumerate((SCRIPT, stops)):
-            env = {"TF_CONFIG": tf_config(addresses, index), "KERAS_BACKEND": backend, **PATIENT}
-            scripts.append(Script(tmp_path, f"worker{index}", source, env))
-            cleanup.callback(scripts[-1].kill)
+    with started(tmp_path, stops, environments_of(backend, **PATIENT)) as scripts:
         for script in scripts:
             script.wait_for("TRAINS")
         interrupted, killed = scripts
@@ -122,9 +102,8 @@ def test_ctrl_c_in_a_collective_is_a_keyboard_interrupt(backend, tmp_path):
 @each_backend
 def test_ctrl_c_ends_a_launched_job(backend, tmp_path):
     # The launcher gets the signal: its workers have sessions of their own.
-    command = (sys.executable, "-m", "kdist", "run", "--num-workers", "2", "--backend", backend)
-    job = Script(tmp_path, "train", SCRIPT, PATIENT, command)
-    try:
+    command = (*RUN, "--num-workers", "2", "--backend", backend)
+    with Script(tmp_path, "train", SCRIPT, PATIENT, command) as job:
         deadline = time.monotonic() + 120
         while len(found := set(re.findall(r"TRAINS (\d+) ", job.stdout()))) < 2:
             assert job.exit_code is None and time.monotonic() < deadline, job.stderr()
@@ -136,8 +115,6 @@ def test_ctrl_c_ends_a_launched_job(backend, tmp_path):
         assert time.monotonic() - start < SECONDS
         assert left_of(workers) == []
         assert len(job.stderr().splitlines()) <= 2 * LINES, job.stderr()
-    finally:
-        job.kill()
 
 
 # In a notebook -----------------------------------------------------------------------------------------------

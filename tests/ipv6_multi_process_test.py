@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import socket
-import sys
 
 import pytest
 
 from kdist.cluster import free_ports
-from tests.processes import Script, each_backend, each_backend_in_twelve_turns, run_plain, tf_config
+from tests.helpers.processes import each_backend, each_backend_in_twelve_turns, run_plain
+from tests.helpers.scripts import RUN, Script, environments_of, started
 
 SCRIPT = """
 import contextlib, json, os
@@ -51,56 +50,28 @@ def plain():
     return namespace["train"](None)
 
 
-def check_numbers(backend, printed):
-    found = [json.loads(line.partition("NUMBERS ")[2]) for line in printed.splitlines() if "NUMBERS" in line]
-    assert len(found) == 2
+def check_numbers(backend, scripts):
     expected = run_plain(backend, plain)
-    for actual in found:
+    for actual in [script.finish(120).told("NUMBERS ") for script in scripts]:
         assert actual.keys() == expected.keys()
         for name in expected:
             assert actual[name] == pytest.approx(expected[name], rel=1e-5, abs=2e-6), name
-
-
-def run_all(scripts):
-    try:
-        for script in scripts:
-            assert script.wait(120) == 0, script.stdout() + script.stderr()
-        return "\n".join(script.stdout() for script in scripts)
-    finally:
-        for script in scripts:
-            script.kill()
 
 
 @pytest.mark.kills(ipv6_chief_listens_on_ipv4="[torch]")
 @each_backend
 def test_workers_with_ipv6_addresses_train_as_one_device(backend, tmp_path):
     addresses = [f"[::1]:{port}" for port in free_ports(2, "::1")]
-    check_numbers(
-        backend,
-        run_all(
-            [
-                Script(
-                    tmp_path,
-                    f"worker{index}",
-                    SCRIPT,
-                    {"TF_CONFIG": tf_config(addresses, index), "KERAS_BACKEND": backend},
-                )
-                for index in (0, 1)
-            ]
-        ),
-    )
+    with started(tmp_path, SCRIPT, environments_of(backend, addresses)) as scripts:
+        check_numbers(backend, scripts)
 
 
 @each_backend_in_twelve_turns
 def test_kdist_run_with_ipv6_hosts(backend, tmp_path):
     hosts = ",".join(f"[::1]:{port}" for port in free_ports(2, "::1"))
-    command = [sys.executable, "-m", "kdist", "run", "--backend", backend, "-n", "1", "--hosts", hosts]
-    check_numbers(
-        backend,
-        run_all(
-            [
-                Script(tmp_path, f"host{index}", SCRIPT, {}, [*command, "--host-index", str(index)])
-                for index in (0, 1)
-            ]
-        ),
-    )
+    command = (*RUN, "--backend", backend, "-n", "1", "--hosts", hosts, "--host-index")
+    with (
+        Script(tmp_path, "host0", SCRIPT, {}, (*command, "0")) as first,
+        Script(tmp_path, "host1", SCRIPT, {}, (*command, "1")) as second,
+    ):
+        check_numbers(backend, [first, second])

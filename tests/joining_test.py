@@ -9,7 +9,7 @@ import pytest
 from kdist.backends import joining
 from kdist.cluster import Cluster, discover
 from kdist.errors import InvalidArgumentError, StrategyScopeError, WorkerMismatchError
-from tests.processes import tf_config
+from tests.helpers.scripts import tf_config
 
 
 class Joined:

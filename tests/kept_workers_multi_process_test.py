@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from kdist.testing import WorkerFailure
-from tests.processes import each_backend, run, start_pool
+from tests.helpers.processes import each_backend, run, start_pool
 
 
 def fails(one: int, two: int) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.processes import Script, each_backend_in_twelve_turns
+from tests.helpers.processes import each_backend_in_twelve_turns
+from tests.helpers.scripts import Script
 
 SEARCH = """
 import json
@@ -58,13 +57,8 @@ print("FOUND", json.dumps([mirrored, search("plain", None)]))
 @pytest.mark.skipif(importlib.util.find_spec("keras_tuner") is None, reason="keras-tuner is not installed")
 @each_backend_in_twelve_turns
 def test_a_search_under_a_strategy_finds_the_same_model(backend: str, tmp_path: Path) -> None:
-    script = Script(tmp_path, "search", SEARCH, {"KERAS_BACKEND": backend})
-    try:
-        assert script.wait() == 0, script.stderr()
-    finally:
-        script.kill()
-    (found,) = re.findall(r"FOUND (.*)", script.stdout())
-    (trials, predicted), (expected, by_one_device) = json.loads(found)
+    script = Script(tmp_path, "search", SEARCH, {"KERAS_BACKEND": backend}).finish()
+    (trials, predicted), (expected, by_one_device) = script.told("FOUND ")
     assert [values for values, _ in trials] == [values for values, _ in expected]
     assert [score for _, score in trials] == pytest.approx([score for _, score in expected], rel=1e-5)
     np.testing.assert_allclose(predicted, by_one_device, rtol=1e-4, atol=1e-5)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from xml.sax.saxutils import escape
 
-from tests.layers import ORDER, ROOT, edges, package_of_module
+from tests.helpers.layers import ORDER, ROOT, edges, package_of_module
 from tests.pages.drawing import COLORS
 
 PICTURE = ROOT / "docs" / "layers.svg"

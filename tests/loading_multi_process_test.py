@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.processes import each_backend_in_twelve_turns, run, strategy
+from tests.helpers.processes import each_backend_in_twelve_turns, run, strategy
 from tests.saving_multi_process_test import assert_same, make_data, make_model, state_of
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import each_backend, run
+from tests.helpers.processes import each_backend, run
 
 X = np.random.RandomState(0).randn(12, 3).astype("float32")
 
@@ -17,7 +17,7 @@ def fails(kind: str) -> tuple[str, str]:
     """Fits with something that fails on every worker; returns the error."""
     import keras
 
-    from tests.processes import strategy
+    from tests.helpers.processes import strategy
 
     with strategy().scope():
         layer, arguments, compiled, data = KINDS[kind]()

@@ -10,7 +10,7 @@ import zlib
 import numpy as np
 import pytest
 
-from tests.processes import BACKENDS, full_unless, run_plain, start_pool, strategy
+from tests.helpers.processes import BACKENDS, full_unless, run_plain, start_pool, strategy
 from tests.turn import turn
 
 ROWS = 45  # in batches of 20 rows: uneven for 8 and 16 workers, and a last batch with fewer rows than workers

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.environment import ROOT
+from tests.helpers.environment import ROOT
 from tests.mutants.run import copy_of
 from tests.rest import PACKAGES
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import kdist
 from kdist.names import LEFT_OUT
-from tests.environment import ROOT
+from tests.helpers.environment import ROOT
 
 PAGE = ROOT / "docs" / "names.md"
 _HEAD = """\

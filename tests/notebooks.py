@@ -21,8 +21,8 @@ from typing import Any
 import nbclient
 import nbformat
 
-from tests.environment import ROOT, clean_environment
-from tests.processes import BACKENDS
+from tests.helpers.environment import ROOT, clean_environment
+from tests.helpers.processes import BACKENDS
 
 TUTORIALS = sorted((ROOT / "tutorials").glob("*.ipynb"))
 CELL_TIMEOUT = 240  # seconds, of a busy machine

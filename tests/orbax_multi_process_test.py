@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import pickle
 
@@ -11,7 +10,8 @@ import numpy as np
 import pytest
 
 from kdist.testing import WorkerFailure
-from tests.processes import Script, each_backend, local_addresses, run, run_plain, scope, tf_config
+from tests.helpers.processes import each_backend, run, run_plain, scope
+from tests.helpers.scripts import Script, environments_of, finished
 from tests.saving_multi_process_test import make_data, make_model
 
 needs_orbax = pytest.mark.skipif(
@@ -144,18 +144,14 @@ print(json.dumps([w.tolist() for w in model.get_weights()]))
 @needs_orbax
 @each_backend
 def test_plain_keras_loads_what_orbax_wrote(backend, tmp_path):
-    folder, addresses = tmp_path / "checkpoints", local_addresses(2)
+    folder = tmp_path / "checkpoints"
     env = {"KERAS_BACKEND": backend, "FOLDER": str(folder)}
-    workers = [
-        Script(tmp_path, f"worker{i}", REAL, env | {"TF_CONFIG": tf_config(addresses, i)}) for i in range(2)
-    ]
-    assert [worker.wait(90) for worker in workers] == [0, 0], [worker.stderr() for worker in workers]
+    workers = finished(tmp_path, REAL, environments_of(backend, FOLDER=str(folder)), 90)
     assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
-    load = Script(tmp_path, "load", LOAD, env)
-    assert load.wait(60) == 0, load.stderr()
-    weights = json.loads(load.stdout().splitlines()[-1])
+    load = Script(tmp_path, "load", LOAD, env).finish(60)
+    weights = load.told()
     for worker in workers:
-        expected = json.loads(worker.stdout().splitlines()[-1])
+        expected = worker.told()
         assert len(weights) == len(expected)
         for mine, theirs in zip(weights, expected, strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-6)

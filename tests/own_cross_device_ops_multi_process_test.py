@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kdist
-from tests.processes import BACKENDS, each_backend, run
+from tests.helpers.processes import BACKENDS, each_backend, run
 
 X, Y = np.random.default_rng(4).normal(size=(2, 7, 3)).astype("float32")  # 7 rows: replicas have 4 and 3
 RATE = 0.25

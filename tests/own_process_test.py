@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.environment import ROOT, clean_environment
+from tests.helpers.environment import ROOT, clean_environment
 
-HOOK = "from tests.own_process import pytest_runtest_teardown\n"
+HOOK = "from tests.helpers.own_process import pytest_runtest_teardown\n"
 IMPORTS = "import sys, types\nsys.modules['torch'] = types.ModuleType('torch')\n\ndef test_it():\n    pass\n"
 
 

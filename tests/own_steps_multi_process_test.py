@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import each_backend, run, run_plain, scope
+from tests.helpers.processes import each_backend, run, run_plain, scope
 
 
 def gan(backend: str) -> Any:

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 from kdist.command_line import build_parser
-from tests.layers import ROOT
-from tests.processes import run
+from tests.helpers.layers import ROOT
+from tests.helpers.processes import run
 
 # What ends a command within a text: the end of the line, of the code, or the next command.
 _COMMAND = re.compile(r"kdist ((?:--)?[a-z][^`\n|&;#]*)")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import each_backend, run, run_plain, scope
+from tests.helpers.processes import each_backend, run, run_plain, scope
 
 ROWS = np.array([[1, 2, 0], [3, 0, 0], [4, 5, 6], [7, 0, 0], [8, 9, 0], [2, 0, 0], [1, 1, 1]], "float32")
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kdist.backends.device_names import count_of_kind, missing_device, short_name, too_late
 from kdist.errors import DeviceError
-from tests.processes import each_backend, run
+from tests.helpers.processes import each_backend, run
 
 # One call for all of them: a call to a worker takes longer than a split.
 SPLITS = [(rows, replicas) for rows in range(1, 68) for replicas in range(1, 18)]

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tests import turn
-from tests.environment import ROOT
+from tests.helpers.environment import ROOT
 from tests.versions import ENVIRONMENTS
 
 LEDGER = ROOT / "tests" / "ledger.json"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import pytest
 
-from tests.processes import BACKENDS, Script, each_backend, local_addresses, run, tf_config
+from tests.helpers.processes import BACKENDS, each_backend, run
+from tests.helpers.scripts import Script, environments_of, finished, local_addresses
 
 COMMUNICATION = {"tensorflow": "grpc", "jax": "gloo", "torch": "gloo"}
 SCRIPT = """
@@ -27,13 +27,8 @@ def said_by_kdist(script: Script) -> list[str]:
 @pytest.mark.in_turn(3)
 def test_the_chief_says_once_what_came_of_the_job(backend: str, tmp_path: Path) -> None:
     addresses = local_addresses(2)
-    with contextlib.ExitStack() as stack:
-        workers = []
-        for index, level in enumerate(("", "debug")):
-            env = {"KERAS_BACKEND": backend, "TF_CONFIG": tf_config(addresses, index), "KDIST_LOG": level}
-            workers.append(Script(tmp_path, f"worker{index}", SCRIPT, env))
-            stack.callback(workers[-1].kill)
-        assert [worker.wait() for worker in workers] == [0, 0], workers[0].stderr() + workers[1].stderr()
+    quiet, debug = environments_of(backend, addresses, KDIST_LOG="")
+    workers = finished(tmp_path, SCRIPT, [quiet, debug | {"KDIST_LOG": "debug"}])
     by = COMMUNICATION[backend]
     for index, worker in enumerate(workers):
         name = (
@@ -66,11 +61,9 @@ with kdist.MirroredStrategy(["cpu:0"]).scope():
 @pytest.mark.parametrize(("backend", "level"), zip(BACKENDS, ("", "info", "loud"), strict=True))
 @pytest.mark.in_turn(3)
 def test_a_process_alone_says_nothing_unless_it_is_asked_to(backend: str, level: str, tmp_path: Path) -> None:
-    script = Script(tmp_path, "alone", ALONE, {"KERAS_BACKEND": backend, "KDIST_LOG": level})
-    try:
-        assert script.wait() == (1 if level == "loud" else 0), script.stderr()
-    finally:
-        script.kill()
+    script = Script(tmp_path, "alone", ALONE, {"KERAS_BACKEND": backend, "KDIST_LOG": level}).finish(
+        code=1 if level == "loud" else 0
+    )
     assert script.stdout() == ""
     lines = [f"kdist: {name} on {backend}, 1 worker × 1 cpu" for name in ("MultiWorkerMirrored", "Mirrored")]
     assert said_by_kdist(script) == (lines if level == "info" else [])

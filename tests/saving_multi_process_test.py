@@ -10,18 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.environment import clean_environment
-from tests.processes import (
-    BACKENDS,
-    Script,
-    each_backend,
-    full_unless,
-    local_addresses,
-    run,
-    start_pool,
-    strategy,
-    tf_config,
-)
+from tests.helpers.environment import clean_environment
+from tests.helpers.processes import BACKENDS, each_backend, full_unless, run, start_pool, strategy
+from tests.helpers.scripts import environments_of, started
 
 # Everything named in_worker_… runs in the workers of a pool, and returns what the tests compare.
 
@@ -296,17 +287,9 @@ print("SAVED", flush=True)
 @pytest.mark.kills(saving_chief_does_not_stay="[jax]")
 @each_backend
 def test_the_last_line_of_a_script_saves_once_where_another_worker_comes_later(backend, tmp_path):
-    addresses = local_addresses(2)
-    scripts = []
-    try:
-        for index in range(2):
-            env = {"KERAS_BACKEND": backend, "TF_CONFIG": tf_config(addresses, index)}
-            scripts.append(Script(tmp_path, f"worker{index}", LAST_LINE, env))
+    with started(tmp_path, LAST_LINE, environments_of(backend)) as scripts:
         for script in scripts:
             script.wait(120)
             assert "SAVED" in script.stdout(), script.stderr()
             assert "writes" not in script.stderr(), "the chief stays for those who still ask for its file"
-    finally:
-        for script in scripts:
-            script.kill()
     assert (tmp_path / "model.keras").exists()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import each_backend_in_twelve_turns, run, run_plain
+from tests.helpers.processes import each_backend_in_twelve_turns, run, run_plain
 
 # What is created outside.
 MISTAKES: list[tuple[str, ...]] = [
@@ -41,7 +41,7 @@ def trains(outside: tuple[str, ...], fits_inside: bool, under_strategy: bool) ->
     def scope(is_inside: bool) -> Any:
         if not (under_strategy and is_inside):
             return contextlib.nullcontext()
-        from tests.processes import strategy
+        from tests.helpers.processes import strategy
 
         return strategy().scope()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import kdist
-from tests.processes import each_backend, run
+from tests.helpers.processes import each_backend, run
 
 
 def _model():
@@ -28,7 +28,7 @@ def _remembers_outside():
     import numpy as np
 
     from kdist import keras_hooks
-    from tests.processes import strategy as own
+    from tests.helpers.processes import strategy as own
 
     strategy = own()
     assert strategy.num_replicas_in_sync == 2
@@ -89,7 +89,7 @@ def _calls_of_plain_keras():
 def _call_models(calls):
     import keras
 
-    from tests.processes import strategy as own
+    from tests.helpers.processes import strategy as own
 
     strategy = own()
     x, y = _data()
@@ -127,7 +127,7 @@ def _scope_rules():
     """The rules once more with real strategies, and with `tf.distribute` itself where it is there."""
     import keras
 
-    from tests.processes import strategy as own
+    from tests.helpers.processes import strategy as own
 
     mirrored, one = own(), kdist.OneDeviceStrategy("cpu:0")
     pairs = [(kdist, mirrored, one)]

@@ -10,8 +10,8 @@ import pytest
 
 from kdist.names import LEFT_OUT
 from tests import names_page
+from tests.helpers.processes import run
 from tests.names_page import join, modules, own, public, reason_of_member, values_of
-from tests.processes import run
 
 # Users make none of them: a strategy is made by its subclass, and makes the second; a coordinator makes the others.
 MADE_INSIDE = {

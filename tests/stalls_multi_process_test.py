@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from tests.processes import ForkedPool, Script, each_backend_in_twelve_turns
+from tests.helpers.processes import ForkedPool, each_backend_in_twelve_turns
+from tests.helpers.scripts import Script
 
 PRELUDE = """
 import time

@@ -11,7 +11,8 @@ import kdist
 from kdist.cluster_resolver import SimpleClusterResolver, TFConfigClusterResolver
 from kdist.errors import InvalidArgumentError
 from kdist.experimental import CollectiveCommunication, CommunicationImplementation, CommunicationOptions
-from tests.processes import BACKENDS, Script, each_backend, run, run_plain, strategy
+from tests.helpers.processes import BACKENDS, each_backend, run, run_plain, strategy
+from tests.helpers.scripts import Script
 
 # Signatures ---------------------------------------------------------------------------------------------------
 
@@ -213,11 +214,7 @@ for make in (lambda: kdist.MirroredStrategy(["cpu:0", "cpu:1"]), lambda: kdist.M
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.in_turn(3)
 def test_logical_cpus_that_come_too_late(backend, tmp_path):
-    script = Script(tmp_path, "late", TOO_LATE, {"KERAS_BACKEND": backend})
-    try:
-        assert script.wait() == 0, script.stderr()
-    finally:
-        script.kill()
+    script = Script(tmp_path, "late", TOO_LATE, {"KERAS_BACKEND": backend}).finish()
     *lines, one = script.stdout().splitlines()
     two = "\n".join(lines)
     if backend == "torch":

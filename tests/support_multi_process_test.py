@@ -8,8 +8,8 @@ import pytest
 
 from kdist import gaps
 from tests.contract import support
-from tests.environment import ROOT
-from tests.processes import BACKENDS, full_unless, run
+from tests.helpers.environment import ROOT
+from tests.helpers.processes import BACKENDS, full_unless, run
 from tests.turn import turn
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
 import kdist
 from kdist.testing import free_ports
-from tests.processes import Script, each_backend, run
+from tests.helpers.processes import each_backend, run
+from tests.helpers.scripts import finished
 
 # Two slices of one host each, as GKE sets it (but for the port, which must be free here).
 _SLICES = {
@@ -59,21 +58,14 @@ def test_two_slices_train_as_one_device_does(tmp_path):
     x, y = np.random.default_rng(3).normal(size=(2, 7, 1)).astype("float32")
     np.save(tmp_path / "rows.npy", np.stack([x, y]))
     env = {**_SLICES, "KERAS_BACKEND": "jax", "FREE_PORT": str(port)}
-    scripts = [
-        Script(tmp_path, f"slice-{i}", _TRAINS, {**env, "MEGASCALE_SLICE_ID": str(i)}) for i in range(2)
-    ]
-    try:
-        for index, script in enumerate(scripts):
-            assert script.wait() == 0, script.stderr()
-            found = json.loads(script.stdout().splitlines()[-1])
-            assert found["weight"] == pytest.approx(_by_hand(x, y), rel=1e-5)
-            assert found["replicas"] == [4, 2 * index, 2 * index + 1]
-            assert found["chief"] is (index == 0)
-            assert found["mesh"] == [[0, 0], [1, 1]]
-            assert found["addresses"] == {"worker": [f"127.0.0.1:{port}"]}
-    finally:
-        for script in scripts:
-            script.kill()
+    slices = finished(tmp_path, _TRAINS, [{**env, "MEGASCALE_SLICE_ID": str(i)} for i in range(2)])
+    for index, script in enumerate(slices):
+        found = script.told()
+        assert found["weight"] == pytest.approx(_by_hand(x, y), rel=1e-5)
+        assert found["replicas"] == [4, 2 * index, 2 * index + 1]
+        assert found["chief"] is (index == 0)
+        assert found["mesh"] == [[0, 0], [1, 1]]
+        assert found["addresses"] == {"worker": [f"127.0.0.1:{port}"]}
 
 
 def _refusals():

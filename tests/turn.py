@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from tests.environment import ROOT
+from tests.helpers.environment import ROOT
 
 VARIABLE = "TESTS_TURN"
 

@@ -11,19 +11,18 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 
 import pytest
 
-from tests.processes import (
+from tests.helpers.processes import (
     BACKENDS,
-    Script,
     each_backend,
     each_backend_in_twelve_turns,
     full_unless,
     run_plain,
 )
+from tests.helpers.scripts import RUN, Script
 
 NETWORK = "10.77.0"
 NETWORK_6 = "fd77"
@@ -106,18 +105,21 @@ def one_device(source):
 @contextlib.contextmanager
 def job(hosts, backend, workers, folder, source, addresses, env=None):
     """Starts `kdist run` on each host; yields both processes."""
-    started = []
-    try:
-        for index, name in enumerate(hosts):
-            command = ["ip", "netns", "exec", name, sys.executable, "-m", "kdist", "run"]
-            command += ["--backend", backend, "--num-workers", str(workers)]
-            command += ["--hosts", addresses, "--host-index", str(index)]
-            environment = {"KDIST_JOIN_TIMEOUT": "90"} | (env or {})
-            started.append(Script(folder, f"host{index}", source, environment, command))
-        yield started
-    finally:
-        for script in started:
-            script.kill()
+    environment = {"KDIST_JOIN_TIMEOUT": "90"} | (env or {})
+    options = ("--backend", backend, "--num-workers", str(workers), "--hosts", addresses, "--host-index")
+    with contextlib.ExitStack() as cleanup:
+        yield [
+            cleanup.enter_context(
+                Script(
+                    folder,
+                    f"host{index}",
+                    source,
+                    environment,
+                    ("ip", "netns", "exec", name, *RUN, *options, str(index)),
+                )
+            )
+            for index, name in enumerate(hosts)
+        ]
 
 
 def check_numbers(backend, workers, started):

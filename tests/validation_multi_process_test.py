@@ -9,7 +9,7 @@ import warnings
 import numpy as np
 import pytest
 
-from tests.processes import each_backend, each_backend_in_twelve_turns, run, run_plain, strategy
+from tests.helpers.processes import each_backend, each_backend_in_twelve_turns, run, run_plain, strategy
 
 
 def data(rows=10):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import BACKENDS, full_unless, run, run_plain
+from tests.helpers.processes import BACKENDS, full_unless, run, run_plain
 from tests.ways import WAYS
 
 
@@ -21,7 +21,7 @@ def in_worker(folder: str, under_strategy: bool) -> dict[str, dict[str, Any]]:
 
     keras.utils.set_random_seed(1)
     if under_strategy:
-        from tests.processes import strategy
+        from tests.helpers.processes import strategy
 
         scope = strategy().scope
     else:

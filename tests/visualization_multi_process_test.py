@@ -10,7 +10,7 @@ import pytest
 
 from kdist.errors import InvalidArgumentError
 from kdist.strategies.visualization import Visualization, _place
-from tests.processes import each_backend, run, strategy
+from tests.helpers.processes import each_backend, run, strategy
 
 WHOLE = {
     "small/up/kernel": ((0, 8), (0, 16)),

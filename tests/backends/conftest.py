@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import run
+from tests.helpers.processes import run
 
 # Less than pytest's own limit, so that a hang is cut off here, with all stacks.
 LIMIT = 150.0

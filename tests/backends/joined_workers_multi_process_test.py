@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import Script, local_addresses, run, strategy, tf_config
+from tests.helpers.processes import run, strategy
+from tests.helpers.scripts import environments_of, started
 
 PRELUDE = """
 import os, time
@@ -23,18 +24,10 @@ rank = int(os.environ["RANK_HERE"])
 
 def scripts(folder: Path, backend: str, source: str, chief_ends_with: int) -> list[str]:
     """Runs a script in two workers; returns what each has printed, its errors too."""
-    addresses = local_addresses(2)
-    started = []
-    try:
-        for rank in (0, 1):
-            env = {"KERAS_BACKEND": backend, "TF_CONFIG": tf_config(addresses, rank), "RANK_HERE": str(rank)}
-            started.append(Script(folder, f"worker{rank}", PRELUDE + source, env))
-        ended = [script.wait(240) for script in started]
-        printed = [script.stdout() + script.stderr() for script in started]
-        assert ended[0] == chief_ends_with, "\n".join(printed)
-    finally:
-        for script in started:
-            script.kill()
+    with started(folder, PRELUDE + source, environments_of(backend)) as workers:
+        ended = [worker.wait(240) for worker in workers]
+        printed = [worker.output() for worker in workers]
+    assert ended[0] == chief_ends_with, "\n".join(printed)
     return printed
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.processes import each_backend, run, strategy
+from tests.helpers.processes import each_backend, run, strategy
 
 PIECE = 1000
 # Bytes of worker 0 and of worker 1: pieces that are just full, and a worker that ends first.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import run, strategy
+from tests.helpers.processes import run, strategy
 
 DATA = b"\0\xff" + bytes(range(256)) * 3
 

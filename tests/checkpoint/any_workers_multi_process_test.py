@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint import jobs
-from tests.processes import BACKENDS, full_unless, run
+from tests.helpers.processes import BACKENDS, full_unless, run
 from tests.turn import turn
 
 JOBS = list(itertools.product((1, 2, 3), BACKENDS))

@@ -10,7 +10,7 @@ import threading
 import numpy as np
 import pytest
 
-from tests.processes import run, strategy
+from tests.helpers.processes import run, strategy
 
 pytestmark = pytest.mark.xdist_group("pool-torch")
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from tests.checkpoint import jobs
-from tests.processes import Script, each_backend, each_backend_in_twelve_turns, run
+from tests.helpers.processes import each_backend, each_backend_in_twelve_turns, run
+from tests.helpers.scripts import Script
 
 
 def in_worker_two_saves(folder):
@@ -390,8 +391,7 @@ DISKS = """
 @each_backend_in_twelve_turns
 def test_a_full_disk_and_a_read_only_folder(backend, tmp_path):
     command = ("unshare", "--user", "--map-root-user", "--mount", sys.executable)
-    script = Script(tmp_path, "disks", DISKS, {"KERAS_BACKEND": backend}, command)
-    assert script.wait() == 0, script.stderr()
+    script = Script(tmp_path, "disks", DISKS, {"KERAS_BACKEND": backend}, command).finish()
     lines = script.stdout().splitlines()
     assert [line.partition(":")[0] for line in lines] == ["full", "full", "read-only"]
     assert all("No space left on device" in line for line in lines[:2])

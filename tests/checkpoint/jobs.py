@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 
-from tests.processes import strategy
+from tests.helpers.processes import strategy
 
 
 def make_model(width=5, seed=0):

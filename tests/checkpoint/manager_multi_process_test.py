@@ -11,8 +11,9 @@ import pytest
 
 from kdist import command_line
 from tests.checkpoint import jobs
-from tests.environment import ROOT, clean_environment
-from tests.processes import Script, run, strategy
+from tests.helpers.environment import ROOT, clean_environment
+from tests.helpers.processes import run, strategy
+from tests.helpers.scripts import Script
 
 
 def names(paths):
@@ -173,5 +174,4 @@ assert module_utils.tensorflow.available, "it is hidden for the time of a save o
 def test_saving_does_not_import_tensorflow(backend, tmp_path):
     # Keras does, to see whether an object is of one of its types: four seconds of all workers' time.
     # What is forked has imported TensorFlow.
-    script = Script(tmp_path, "saves", SAVES, {"KERAS_BACKEND": backend}, [sys.executable])
-    assert script.wait() == 0, script.stderr()
+    Script(tmp_path, "saves", SAVES, {"KERAS_BACKEND": backend}, [sys.executable]).finish()

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 import kdist
-from tests.processes import run
+from tests.helpers.processes import run
 
 
 def in_worker_start_twice(folder: str) -> list[float]:
     import keras
 
-    from tests.processes import strategy
+    from tests.helpers.processes import strategy
 
     found = []
     for start in (1.0, 2.0):
@@ -39,7 +39,7 @@ def test_without_a_checkpoint_nothing_is_restored(num_workers: int, tmp_path: Pa
 def in_worker_one_has_none(folder: str) -> str:
     import keras
 
-    from tests.processes import strategy
+    from tests.helpers.processes import strategy
 
     with strategy().scope():
         checkpoint = kdist.Checkpoint(variable=keras.Variable(1.0))

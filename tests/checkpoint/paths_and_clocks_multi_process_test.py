@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests import by_hand
-from tests.processes import each_backend, run, strategy
+from tests.helpers import by_hand
+from tests.helpers.processes import each_backend, run, strategy
 
 NAME = "Läufe 訓練 – e\N{COMBINING ACUTE ACCENT}"
 EPOCHS, STOP = 4, 5  # 3 steps per epoch

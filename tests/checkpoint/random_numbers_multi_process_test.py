@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.processes import each_backend, run
+from tests.helpers.processes import each_backend, run
 
 
 def draw():

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from tests.processes import each_backend, run, strategy
+from tests.helpers.processes import each_backend, run, strategy
 
 
 class Notes:

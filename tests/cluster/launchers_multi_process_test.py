@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 from kdist.cluster import discover, free_ports
-from tests import by_hand
-from tests.processes import Script
+from tests.helpers import by_hand
+from tests.helpers.scripts import Script
 
 EPOCHS = 3
 SCRIPT = f"""
 import kdist
-from tests import by_hand
+from tests.helpers import by_hand
 
 strategy = kdist.MultiWorkerMirroredStrategy()
 with strategy.scope():
@@ -128,20 +128,15 @@ def job_number(variables: Callable[[int, int], Variables]) -> int:
 def test_workers_of_any_launcher_train_as_one_device(
     source: str, variables: Callable[[int, int], Variables], backend: str, tmp_path: Path
 ) -> None:
-    started: list[Script] = []
-    with agent(variables is torchrun) as port:
+    with agent(variables is torchrun) as port, contextlib.ExitStack() as cleanup:
         number = port if variables in (torchrun, keras, indexed_job) else job_number(variables)
         assert discover(environ=variables(1, number)).source == source
-        try:
-            for rank in (1, 0):  # whoever comes first is not the chief
-                env = {"KERAS_BACKEND": backend, "KDIST_JOIN_TIMEOUT": "180"} | variables(rank, number)
-                started.insert(0, Script(tmp_path, f"worker{rank}", SCRIPT, env))
-            for rank, script in enumerate(started):
-                assert script.wait(240) == 0, script.stderr()
-                assert f"WORKER {rank} OF 2" in script.stdout()
-        finally:
-            for script in started:
-                script.kill()
+        started: list[Script] = []
+        for rank in (1, 0):  # whoever comes first is not the chief
+            env = {"KERAS_BACKEND": backend, "KDIST_JOIN_TIMEOUT": "180"} | variables(rank, number)
+            started.insert(0, cleanup.enter_context(Script(tmp_path, f"worker{rank}", SCRIPT, env)))
+        for rank, script in enumerate(started):
+            assert f"WORKER {rank} OF 2" in script.finish(240).stdout()
     for script in started:
         (found,) = by_hand.shown(script.stdout())
         np.testing.assert_allclose(found, by_hand.weights(EPOCHS), rtol=1e-5, atol=1e-6)

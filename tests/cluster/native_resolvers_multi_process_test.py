@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.processes import run
+from tests.helpers.processes import run
 
 
 def both_say(own: bool) -> list[Any]:

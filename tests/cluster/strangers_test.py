@@ -18,7 +18,7 @@ import pytest
 from kdist.cluster import Cluster, complete_addresses, discover, exchange, handshake
 from kdist.cluster.handshake import Link, NotOfThisJobError, clients, connect
 from kdist.errors import ClusterConfigError
-from tests.ports import neighboring_ports
+from tests.helpers.ports import neighboring_ports
 
 
 def workers(port: int, host: str = "127.0.0.1", count: int = 2) -> list[Cluster]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,8 @@ import numpy as np
 import pytest
 
 from tests.coordinator.clusters import cluster, facts
-from tests.processes import BACKENDS, Script, each_backend_in_twelve_turns, full_unless
+from tests.helpers.processes import BACKENDS, each_backend_in_twelve_turns, full_unless
+from tests.helpers.scripts import Script
 
 SCRIPT = """
 import faulthandler
@@ -70,13 +70,8 @@ print("found", json.dumps(found), flush=True)
 
 @each_backend_in_twelve_turns
 def test_a_checkpoint_of_servers_is_one_of_any_strategy(backend: str, tmp_path: Path) -> None:
-    script = Script(tmp_path, "checkpoints", SCRIPT, {"KERAS_BACKEND": backend})
-    try:
-        assert script.wait() == 0, script.stderr()
-    finally:
-        script.kill()
-    (line,) = [line for line in script.stdout().splitlines() if "found {" in line]
-    found: dict[str, Any] = json.loads(line[line.index("{") :])
+    script = Script(tmp_path, "checkpoints", SCRIPT, {"KERAS_BACKEND": backend}).finish()
+    found: dict[str, Any] = script.told("found ")
     assert len(found) == 4
     for way, (before, after, saved, restored) in found.items():
         for mine, theirs in zip(before, after, strict=True):
@@ -115,7 +110,6 @@ def test_a_job_that_has_lost_a_server_goes_on_from_its_backup(backend: str, tmp_
         tasks.kill("ps", 1)
         first.kill()
         tasks.start_task("ps", 1)
-        second = tasks.coordinate(source)
-        assert second.wait() == 0, second.stderr()
+        second = tasks.coordinate(source).finish()
         assert [fact["epoch"] for fact in facts(first)] == [0, 1, 2]
         assert facts(second) == [{"epoch": 2, "iterations": 8}, {"epoch": 3, "iterations": 12}]

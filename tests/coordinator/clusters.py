@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.processes import Script, local_addresses
+from tests.helpers.scripts import Script, local_addresses
 
 _SERVER = """
     import faulthandler, signal
@@ -91,6 +91,19 @@ class Cluster:
         if job == "chief":
             self.tasks[job, index] = script
         return script
+
+
+def run_roles(folder: Path, source: str, backend: str) -> dict[str, Script]:
+    """Runs a script as chief, as worker and as evaluator; returns the scripts, which have all ended with 0."""
+    chief, worker = local_addresses(2)
+    spec = {"chief": [chief], "worker": [worker]}
+    with contextlib.ExitStack() as cleanup:
+        scripts = {}
+        for role in ("chief", "worker", "evaluator"):
+            task = {"cluster": spec, "task": {"type": role, "index": 0}}
+            env = {"KERAS_BACKEND": backend, "TF_CONFIG": json.dumps(task)}
+            scripts[role] = cleanup.enter_context(Script(folder, role, source, env))
+        return {role: script.finish() for role, script in scripts.items()}
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.processes import each_backend, each_backend_in_twelve_turns, run, strategy
+from tests.helpers.processes import each_backend, each_backend_in_twelve_turns, run, strategy
 
 X = np.random.RandomState(0).rand(24, 3).astype("float32")
 Y = X.sum(axis=1, keepdims=True)

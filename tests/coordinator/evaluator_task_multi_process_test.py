@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
-from tests.processes import Script, each_backend_in_twelve_turns, local_addresses
+from tests.coordinator.clusters import run_roles
+from tests.helpers.processes import each_backend_in_twelve_turns
+from tests.helpers.scripts import Script
 
 EPOCHS = 4
 
@@ -112,29 +112,13 @@ def printed(script, word):
 @pytest.mark.kills(evaluator_exports_the_last_model="[torch]")
 @each_backend_in_twelve_turns
 def test_an_evaluator_watches_a_chief_and_a_worker(backend, tmp_path):
-    chief, worker = local_addresses(2)
-    roles, scripts = ("chief", "worker", "evaluator"), {}
-    env = {"KERAS_BACKEND": backend}
-    try:
-        for role in roles:
-            described = {
-                "cluster": {"chief": [chief], "worker": [worker]},
-                "task": {"type": role, "index": 0},
-            }
-            scripts[role] = Script(tmp_path, role, JOB, env | {"TF_CONFIG": json.dumps(described)})
-        for script in scripts.values():
-            assert script.wait() == 0, script.stderr()
-        plain = Script(tmp_path, "plain", PLAIN, env)
-        scripts["plain"] = plain
-        assert plain.wait() == 0, plain.stderr()
-    finally:
-        for script in scripts.values():
-            script.kill()
+    scripts = run_roles(tmp_path, JOB, backend)
+    plain = Script(tmp_path, "plain", PLAIN, {"KERAS_BACKEND": backend}).finish()
     evaluator = scripts["evaluator"]
     # The chief trains like worker 0, and the evaluator is alone.
-    assert [printed(scripts[role], "REPLICAS") for role in roles] == ["2", "2", "1"]
-    found = json.loads(printed(evaluator, "FOUND"))
-    by_plain, best, trained_by_one = json.loads(plain.stdout().splitlines()[-1])
+    assert [printed(script, "REPLICAS") for script in scripts.values()] == ["2", "2", "1"]
+    found = evaluator.told("FOUND ")
+    by_plain, best, trained_by_one = plain.told()
     assert [[number, steps] for number, steps, _ in found] == [[n, 5 * n] for n in range(1, EPOCHS + 1)]
     for (_, _, logs), expected in zip(found, by_plain, strict=True):
         assert logs == pytest.approx(expected, rel=1e-5)

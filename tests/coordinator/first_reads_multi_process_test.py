@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.coordinator.clusters import cluster, facts
-from tests.processes import each_backend_in_twelve_turns
+from tests.helpers.processes import each_backend_in_twelve_turns
 
 # After the first read, a worker returns the values on the servers. NumPy computes the expected results from them.
 _FIRST_READS = """
@@ -131,8 +131,7 @@ _FIRST_READS = """
 @each_backend_in_twelve_turns
 def test_the_first_read_on_the_chief_sees_the_values_on_the_servers(backend: str, tmp_path: Path) -> None:
     with cluster(backend, tmp_path) as tasks:
-        chief = tasks.coordinate("    import pathlib\n" + _FIRST_READS)
-        assert chief.wait() == 0, chief.stdout() + chief.stderr()
+        chief = tasks.coordinate("    import pathlib\n" + _FIRST_READS).finish()
         found = facts(chief)
     assert len(found) == 17
     for one in found:

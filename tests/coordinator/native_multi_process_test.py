@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from tests.contract import CASES, CONFIGURATIONS, compare, run_case
-from tests.processes import Script, full_unless, local_addresses, run_plain
+from tests.helpers.processes import full_unless, run_plain
+from tests.helpers.scripts import Script, local_addresses
 from tests.turn import turn
 
 SERVER = """
@@ -76,8 +77,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 def result_of(script: Script, timeout: float = 120) -> Any:
     """Returns what the script has printed last, as JSON."""
-    assert script.wait(timeout) == 0, script.stdout() + script.stderr()[-4000:]
-    return json.loads(script.stdout().splitlines()[-1])
+    return script.finish(timeout).told()
 
 
 def _plain_fit() -> list[np.ndarray]:

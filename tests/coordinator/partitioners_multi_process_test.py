@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.processes import run
+from tests.helpers.processes import run
 
 
 def compare() -> int:

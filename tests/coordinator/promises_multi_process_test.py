@@ -5,27 +5,22 @@ All tasks are threads of one process, a script for each backend, whose findings 
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 import pytest
 
 from tests.coordinator.promises import SCRIPT
-from tests.processes import Script, each_backend
+from tests.helpers.processes import each_backend
+from tests.helpers.scripts import Script
 
 
 @pytest.fixture(scope="module")
 def found(backend: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     # On TensorFlow, a closure that waits holds a thread.
     env = {"KERAS_BACKEND": backend, "TF_NUM_INTEROP_THREADS": "8"}
-    script = Script(tmp_path_factory.mktemp(backend), "promises", SCRIPT, env)
-    try:
-        assert script.wait() == 0, script.stderr()
-    finally:
-        script.kill()
-    (line,) = [line for line in script.stdout().splitlines() if "found {" in line]
-    return {"backend": backend} | json.loads(line[line.index("{") :])
+    script = Script(tmp_path_factory.mktemp(backend), "promises", SCRIPT, env).finish()
+    return {"backend": backend} | script.told("found ")
 
 
 @pytest.mark.kills(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.coordinator.clusters import cluster, facts
-from tests.processes import Script
+from tests.helpers.scripts import Script
 
 # TensorFlow's servers are its own.
 each_own_backend = pytest.mark.parametrize("backend", ["jax", "torch"])
@@ -179,14 +179,10 @@ _LARGE = f"""
 @each_own_backend
 @pytest.mark.in_turn(4)
 def test_rows_travel_and_the_numbers_are_those_of_one_device(backend: str, tmp_path: Path) -> None:
-    plain = Script(tmp_path, "plain", _PLAIN, {"KERAS_BACKEND": backend})
-    try:
+    with Script(tmp_path, "plain", _PLAIN, {"KERAS_BACKEND": backend}) as plain:
         with cluster(backend, tmp_path, num_workers=1) as tasks:
-            chief = tasks.coordinate(_TRAINED)
-            assert chief.wait() == 0, chief.stderr()
-        assert plain.wait() == 0, plain.stderr()
-    finally:
-        plain.kill()
+            chief = tasks.coordinate(_TRAINED).finish()
+        plain.finish()
     for (kind, way, name, by_rows), found in zip(_CASES, facts(chief), strict=True):
         case = f"{kind}-{way}-{name}"
         with (
@@ -205,7 +201,6 @@ def test_rows_travel_and_the_numbers_are_those_of_one_device(backend: str, tmp_p
 @pytest.mark.in_turn(4)
 def test_of_a_million_rows_one_percent_is_moved_at_most(backend: str, tmp_path: Path) -> None:
     with cluster(backend, tmp_path, num_workers=1) as tasks:
-        chief = tasks.coordinate(_LARGE)
-        assert chief.wait() == 0, chief.stderr()
+        chief = tasks.coordinate(_LARGE).finish()
         (found,) = facts(chief)
     assert found["share"] < 0.01  # type: ignore[operator]

@@ -22,7 +22,7 @@ from hypothesis.extra import numpy as arrays_of
 from kdist.coordinator import rpc, tls
 from kdist.coordinator.rpc import CallFailed, Peer, PeerLost, Service
 from kdist.errors import ClusterConfigError, InvalidArgumentError
-from tests.processes import local_addresses
+from tests.helpers.scripts import local_addresses
 
 
 def echo(header: Any, arrays: Any) -> Any:

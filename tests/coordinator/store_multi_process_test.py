@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import run
+from tests.helpers.processes import run
 
 each_own_engine = pytest.mark.parametrize("backend", ["jax", "torch"], scope="module")
 

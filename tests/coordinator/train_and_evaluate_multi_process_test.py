@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import Script, each_backend_in_twelve_turns, local_addresses, run_plain
+from tests.coordinator.clusters import run_roles
+from tests.helpers.processes import each_backend_in_twelve_turns, run_plain
 
 STEPS, EVERY = 9, 3
 START_DELAY, THROTTLE = 1.5, 3.0
@@ -144,21 +145,7 @@ def plain_logs() -> list[dict[str, float]]:
 )
 @each_backend_in_twelve_turns
 def test_an_evaluator_evaluates_each_checkpoint_as_it_comes(backend: str, tmp_path: Path) -> None:
-    chief, worker = local_addresses(2)
-    cluster = {"chief": [chief], "worker": [worker]}
-    scripts, found = {}, {}
-    try:
-        for role in ("chief", "worker", "evaluator"):
-            task = {"cluster": cluster, "task": {"type": role, "index": 0}}
-            env = {"KERAS_BACKEND": backend, "TF_CONFIG": json.dumps(task)}
-            scripts[role] = Script(tmp_path, role, SCRIPT, env)
-        for role, script in scripts.items():
-            assert script.wait() == 0, script.stderr()
-            (line,) = [line for line in script.stdout().splitlines() if line.startswith("FOUND ")]
-            found[role] = json.loads(line.removeprefix("FOUND "))
-    finally:
-        for script in scripts.values():
-            script.kill()
+    found = {role: script.told("FOUND ") for role, script in run_roles(tmp_path, SCRIPT, backend).items()}
     for role in ("chief", "worker"):
         assert (found[role]["result"], found[role]["steps"], found[role]["calls"]) == (None, STEPS, [])
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("ckpt-*")) == ["ckpt-6", "ckpt-9"]

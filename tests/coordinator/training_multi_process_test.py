@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.coordinator.clusters import cluster, facts
-from tests.processes import each_backend, each_backend_in_twelve_turns
+from tests.helpers.processes import each_backend, each_backend_in_twelve_turns
 
 _MODEL = """
     from sklearn.datasets import load_digits
@@ -209,8 +209,7 @@ def test_fit_takes_datasets_of_the_workers_own(backend: str, tmp_path: Path) -> 
     )
     """
     with cluster(backend, tmp_path) as tasks:
-        chief = tasks.coordinate(source)
-        assert chief.wait() == 0, chief.stderr()
+        chief = tasks.coordinate(source).finish()
         error, found = facts(chief)
     assert "steps_per_epoch" in str(error["error"])
     assert found["iterations"] == 120
@@ -265,8 +264,7 @@ def test_an_error_of_a_function_is_raised_once(backend: str, tmp_path: Path) -> 
     tell(result=int(coordinator.fetch(result)))
     """
     with cluster(backend, tmp_path, 1, 1) as tasks:
-        chief = tasks.coordinate(source)
-        assert chief.wait() == 0, chief.stderr()
+        chief = tasks.coordinate(source).finish()
         error, result = facts(chief)
     assert "an error of its own" in str(error["error"])
     assert result == {"result": 7}

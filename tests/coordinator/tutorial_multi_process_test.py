@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.processes import Script, each_backend_in_twelve_turns, run_plain
+from tests.helpers.processes import each_backend_in_twelve_turns, run_plain
+from tests.helpers.scripts import RUN, Script
 
 TUTORIAL = Path(__file__).with_name("tutorial.py").read_text(encoding="utf-8")
 
@@ -50,21 +50,13 @@ def check(stdout: str, losses: list[float]) -> None:
 )
 @each_backend_in_twelve_turns
 def test_in_one_process(backend: str, tmp_path: Path) -> None:
-    script = Script(tmp_path, "tutorial", TUTORIAL, {"KERAS_BACKEND": backend})
-    try:
-        assert script.wait() == 0, script.stderr()
-    finally:
-        script.kill()
+    script = Script(tmp_path, "tutorial", TUTORIAL, {"KERAS_BACKEND": backend}).finish()
     check(script.stdout(), run_plain(backend, plain_losses))
 
 
 @pytest.mark.full  # notebook 9 trains as tasks, too
 @each_backend_in_twelve_turns
 def test_as_tasks_of_a_job(backend: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "kdist", "run", "--num-workers", "2", "--num-ps", "2"]
-    script = Script(tmp_path, "tutorial", TUTORIAL, {"KERAS_BACKEND": backend}, command)
-    try:
-        assert script.wait() == 0, script.stderr()
-    finally:
-        script.kill()
+    command = [*RUN, "--num-workers", "2", "--num-ps", "2"]
+    script = Script(tmp_path, "tutorial", TUTORIAL, {"KERAS_BACKEND": backend}, command).finish()
     check(script.stdout(), run_plain(backend, plain_losses))

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.processes import run
+from tests.helpers.processes import run
 
 # The steps need Keras's trees, and no backend: one is enough.
 BACKEND = "torch"

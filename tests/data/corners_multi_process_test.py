@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.data.fit_multi_process_test import LIMIT, arrays, in_batches, new_model
-from tests.processes import each_backend, run, strategy
+from tests.helpers.processes import each_backend, run, strategy
 
 
 def numbers(batches):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.processes import run
+from tests.helpers.processes import run
 
 # The readers need Keras's trees, and no backend: one is enough.
 BACKEND = "torch"

@@ -10,7 +10,7 @@ import threading
 import numpy as np
 import pytest
 
-from tests.processes import each_backend, run, run_plain, strategy
+from tests.helpers.processes import each_backend, run, run_plain, strategy
 
 NUM_WORKERS = 2
 # Errors come within 10 s; a machine that runs several such tests at once may take twice as long.

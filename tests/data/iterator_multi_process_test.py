@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.data.fit_multi_process_test import NUM_WORKERS, arrays, in_batches
-from tests.processes import each_backend, run, strategy
+from tests.helpers.processes import each_backend, run, strategy
 
 
 def in_worker_iterate():

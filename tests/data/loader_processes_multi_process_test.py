@@ -9,8 +9,8 @@ import time
 import numpy as np
 import pytest
 
-from tests import by_hand
-from tests.processes import each_backend, run, strategy
+from tests.helpers import by_hand
+from tests.helpers.processes import each_backend, run, strategy
 
 EPOCHS = 2
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.data.fit_multi_process_test import NUM_WORKERS, arrays, assert_close, flat
-from tests.processes import each_backend, run, run_plain, strategy
+from tests.helpers.processes import each_backend, run, run_plain, strategy
 
 
 def in_worker_fit_dictionaries(scope):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kdist
-from tests.processes import BACKENDS, each_backend, full_unless, run, strategy
+from tests.helpers.processes import BACKENDS, each_backend, full_unless, run, strategy
 
 KINDS = ("tf.data", "DataLoader", "Grain", "list", "generator function", "numpy")
 CASES = [

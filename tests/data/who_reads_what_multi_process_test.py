@@ -8,7 +8,7 @@ import os
 import numpy as np
 import pytest
 
-from tests.processes import TIMEOUT, each_backend, run, start_pool, strategy
+from tests.helpers.processes import TIMEOUT, each_backend, run, start_pool, strategy
 
 SIZES = ((12, 4, False), (10, 4, False), (10, 4, True), (7, 5, False), (5, 8, False), (9, 1, False))
 KINDS = ("tf.data", "DataLoader", "PyDataset", "Grain", "generator function", "list", "numpy")

@@ -11,10 +11,10 @@ from kdist import gaps
 from tests.contract_cells import CELLS
 from tests.docs.examples import Run, each_example, run_example, runs
 from tests.docs.things import assert_same, new_model, rows
-from tests.environment import ROOT
+from tests.helpers.environment import ROOT
+from tests.helpers.processes import run
 from tests.pages import backend
 from tests.pages.pictures import HOLDERS
-from tests.processes import run
 
 
 @runs(on="jax")

@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from tests.environment import ROOT
-from tests.processes import BACKENDS, run
+from tests.helpers.environment import ROOT
+from tests.helpers.processes import BACKENDS, run
 from tests.turn import turn
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.examples import ELSEWHERE, EXAMPLES, example, examples_of
-from tests.environment import ROOT
+from tests.helpers.environment import ROOT
 
 
 def test_each_example_has_a_test() -> None:

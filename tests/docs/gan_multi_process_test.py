@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.environment import ROOT, clean_environment
-from tests.processes import each_backend_in_twelve_turns
+from tests.helpers.environment import ROOT, clean_environment
+from tests.helpers.processes import each_backend_in_twelve_turns
 
 GAN = ROOT / "tutorials" / "gan.py"
 STEPS = 6

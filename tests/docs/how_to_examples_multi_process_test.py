@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from pathlib import Path
 from unittest import mock
 
@@ -12,7 +10,7 @@ import pytest
 
 from tests.docs.examples import Run, each_example, example, run_example, runs
 from tests.docs.things import assert_same, new_model, rows
-from tests.processes import Script
+from tests.helpers.scripts import Script
 
 
 def how_to_slurm_0(example: Run) -> None:
@@ -53,10 +51,6 @@ def test_example(backend: str, name: str, tmp_path: Path) -> None:
 def test_the_notebook_s_workers(tmp_path: Path) -> None:
     data = "import numpy as np\ndraw = np.random.RandomState(0)\nx, y = draw.rand(40, 3), draw.rand(40, 1)\n"
     told = "\nimport json\nprint('WEIGHTS', json.dumps(weights))\n"
-    script = Script(tmp_path, "launching", data + example("how_to_notebooks_1") + told, {})
-    try:
-        assert script.wait() == 0, script.stderr()
-    finally:
-        script.kill()
-    one, two = json.loads(re.findall(r"WEIGHTS (.*)", script.stdout())[0])
+    script = Script(tmp_path, "launching", data + example("how_to_notebooks_1") + told, {}).finish()
+    one, two = script.told("WEIGHTS ")
     assert one == two and len(one) == 2

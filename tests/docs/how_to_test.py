@@ -17,7 +17,7 @@ import yaml
 
 from kdist.cluster import discover, free_ports
 from kdist.command_line import main
-from tests.environment import ROOT, clean_environment
+from tests.helpers.environment import ROOT, clean_environment
 
 PAGES = {
     page.stem: page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs" / "how-to").glob("*.md"))

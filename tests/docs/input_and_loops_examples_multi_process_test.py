@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.docs.examples import Run, each_example, run_example, runs
 from tests.docs.things import assert_same, dataset, new_model, rows, trained_on_one_device
-from tests.processes import strategy
+from tests.helpers.processes import strategy
 
 
 @runs(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import re
 import textwrap
 from pathlib import Path
 
 import pytest
 
 from tests.docs.examples import example
-from tests.processes import Script
+from tests.helpers.scripts import Script
 
 
 @pytest.mark.in_turn(4)
@@ -22,11 +20,6 @@ def test_the_launchers_example(tmp_path: Path) -> None:
     """
     told = "\nimport json\nprint('LOSSES', json.dumps(losses))\n"
     source = textwrap.dedent(data) + example("launcher_0") + told
-    script = Script(tmp_path, "launching", source, {})
-    try:
-        assert script.wait() == 0, script.stderr()
-    finally:
-        script.kill()
-    (said,) = re.findall(r"LOSSES (.*)", script.stdout())
-    one, two = json.loads(said)
+    script = Script(tmp_path, "launching", source, {}).finish()
+    one, two = script.told("LOSSES ")
     assert one == two and len(one) == 5 and one[-1] < one[0]

@@ -6,8 +6,9 @@ import re
 
 import pytest
 
-from tests.environment import ROOT
-from tests.processes import BACKENDS, Script
+from tests.helpers.environment import ROOT
+from tests.helpers.processes import BACKENDS
+from tests.helpers.scripts import Script
 
 DATA = """
 import numpy as np
@@ -26,10 +27,6 @@ def test_the_loop_of_the_page_learns_digits(backend, tmp_path):
     example = re.search(r"```python\n(.*?)```", page, re.DOTALL).group(1)
     assert "strategy = kdist.MirroredStrategy()" in example
     on_two = example.replace("MirroredStrategy()", 'MirroredStrategy(["cpu:0", "cpu:1"])')
-    script = Script(tmp_path, "loop", DATA + on_two, {"KERAS_BACKEND": backend})
-    try:
-        assert script.wait() == 0, script.stderr()
-    finally:
-        script.kill()
+    script = Script(tmp_path, "loop", DATA + on_two, {"KERAS_BACKEND": backend}).finish()
     last = script.stdout().splitlines()[-1].split()
     assert last[0] == "4" and float(last[2]) > 0.6

@@ -28,7 +28,7 @@ def measuring_1(example: Run) -> None:
 def measuring_2(example: Run) -> None:
     import keras
 
-    from tests.processes import strategy
+    from tests.helpers.processes import strategy
 
     runs: list[str] = []
 
@@ -65,7 +65,7 @@ def measuring_3(example: Run) -> None:
 def mixed_precision_0(example: Run) -> None:
     import keras
 
-    from tests.processes import strategy
+    from tests.helpers.processes import strategy
 
     try:
         model = example(keras=keras, strategy=strategy(), **rows())["model"]

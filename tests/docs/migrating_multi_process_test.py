@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.environment import ROOT
-from tests.processes import Script, local_addresses, run, tf_config
+from tests.helpers.environment import ROOT
+from tests.helpers.processes import run
+from tests.helpers.scripts import Script, environments_of
 
 PAGES = {
     path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "migrating").glob("*.md"))
@@ -71,26 +72,20 @@ for _ in range(5):
 @pytest.mark.parametrize(("page", "backend"), BACKENDS.items())
 @pytest.mark.in_turn(3)
 def test_two_workers_learn_what_one_device_learns(page: str, backend: str, tmp_path: Path) -> None:
-    addresses = local_addresses(2)
+    first, second = environments_of(backend)
     scripts = {
-        f"worker{i}": (script(page, "+"), {"TF_CONFIG": tf_config(addresses, i)}) for i in range(2)
-    } | {"plain": (plain(page), {})}
-    started: list[Script] = []
-    try:
+        "worker0": (script(page, "+"), first),
+        "worker1": (script(page, "+"), second),
+        "plain": (plain(page), {"KERAS_BACKEND": backend}),
+    }
+    with contextlib.ExitStack() as cleanup:
+        started = []
         for name, (code, env) in scripts.items():
             (tmp_path / name).mkdir()
-            code = code.replace(
-                "shuffle=True", "shuffle=False"
-            )  # kdist shuffles a DataLoader by a seed of its own
-            started.append(
-                Script(tmp_path / name, name, SEED + code + TELLS, {"KERAS_BACKEND": backend} | env)
-            )
-        for one in started:
-            assert one.wait() == 0, one.stderr()
-    finally:
-        for one in started:
-            one.kill()
-    kernels = [np.array(eval(re.findall(r"LEARNED (\[.*\])$", one.stdout(), re.M)[0])) for one in started]
+            # kdist shuffles a DataLoader by a seed of its own.
+            code = SEED + code.replace("shuffle=True", "shuffle=False") + TELLS
+            started.append(cleanup.enter_context(Script(tmp_path / name, name, code, env)))
+        kernels = [np.array(one.finish().told("LEARNED ")) for one in started]
     np.testing.assert_array_equal(kernels[0], kernels[1])
     np.testing.assert_allclose(kernels[0], kernels[2], rtol=1e-5, atol=1e-6)
     assert page == "tf-distribute" or (tmp_path / "worker0" / "model.keras").is_file()

@@ -13,8 +13,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+from tests.helpers.processes import BACKENDS
 from tests.notebooks import RICH, text_of
-from tests.processes import BACKENDS
 
 SAME = "same"
 """The tag of a cell whose text is equal on every backend."""

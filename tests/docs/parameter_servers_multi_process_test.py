@@ -10,7 +10,7 @@ import pytest
 
 from tests.coordinator.clusters import Cluster, facts
 from tests.docs.examples import example
-from tests.processes import each_backend_in_twelve_turns, run_plain
+from tests.helpers.processes import each_backend_in_twelve_turns, run_plain
 
 STRATEGY = "strategy = kdist.ParameterServerStrategy(resolver)\nwith strategy.scope():"
 SEED = "keras.utils.set_random_seed(1)\n"
@@ -39,8 +39,7 @@ def test_the_examples_of_parameter_servers(backend: str, tmp_path: Path) -> None
     try:
         tasks.start()
         told = "tell(losses=model.history.history['loss'], steps=int(model.optimizer.iterations))"
-        chief = tasks.coordinate(f"{fit}{loop}\n    {told}\n")
-        assert chief.wait() == 0, chief.stderr()
+        chief = tasks.coordinate(f"{fit}{loop}\n    {told}\n").finish()
     finally:
         tasks.close()
     (found,) = facts(chief)

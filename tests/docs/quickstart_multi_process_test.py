@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from tests.docs.examples import example
-from tests.environment import ROOT, clean_environment
-from tests.processes import each_backend_in_twelve_turns, run, run_plain
+from tests.helpers.environment import ROOT, clean_environment
+from tests.helpers.processes import each_backend_in_twelve_turns, run, run_plain
 
 PAGE = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
 TRAIN = example("quickstart_0")

@@ -14,7 +14,7 @@ import pytest
 from tests.contract import table
 from tests.contract.case import CASES
 from tests.contract.configuration import CONFIGURATIONS
-from tests.environment import ROOT, clean_environment
+from tests.helpers.environment import ROOT, clean_environment
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONTRACT = (ROOT / "docs" / "contract.md").read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ from tests.docs.things import (
     new_model,
     rows,
 )
-from tests.processes import strategy
+from tests.helpers.processes import strategy
 
 
 def checkpoints_0(example: Run) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.environment import ROOT
-from tests.layers import FILES
-from tests.processes import BACKENDS, run
+from tests.helpers.environment import ROOT
+from tests.helpers.layers import FILES
+from tests.helpers.processes import BACKENDS, run
 
 PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
 LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")

@@ -18,7 +18,7 @@ import kdist.cluster_resolver
 import kdist.errors
 import kdist.experimental
 from tests.docs.search import Search
-from tests.environment import ROOT, clean_environment
+from tests.helpers.environment import ROOT, clean_environment
 from tests.notebooks import TUTORIALS
 
 # What people type, and the pages that answer it.

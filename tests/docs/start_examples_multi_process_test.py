@@ -8,7 +8,7 @@ import pytest
 
 from tests.docs.examples import Run, each_example, run_example, runs
 from tests.docs.things import assert_same, model_with_and_without_kdist, new_model, rows
-from tests.processes import strategy
+from tests.helpers.processes import strategy
 
 
 def global_batch_0(example: Run) -> None:

@@ -10,8 +10,8 @@ import pytest
 import kdist.errors
 from kdist.cluster import liveness
 from tests.docs.symptoms import in_processes, in_workers
-from tests.environment import ROOT
-from tests.processes import BACKENDS, run
+from tests.helpers.environment import ROOT
+from tests.helpers.processes import BACKENDS, run
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 # A heading: its title, and its anchor if that is not made from the title.

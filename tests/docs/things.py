@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 
-from tests.processes import strategy
+from tests.helpers.processes import strategy
 
 
 def images() -> dict[str, Any]:

@@ -13,9 +13,9 @@ import nbformat
 import pytest
 
 from tests.docs.outputs import backend_of, difference_of
-from tests.environment import ROOT
+from tests.helpers.environment import ROOT
+from tests.helpers.processes import BACKENDS, full_unless
 from tests.notebooks import TUTORIALS, normalized, text_of
-from tests.processes import BACKENDS, full_unless
 from tests.turn import turn
 
 MOST_BYTES = 400_000

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.environment import ROOT
+from tests.helpers.environment import ROOT
 
 
 class Word(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import socket
@@ -17,8 +18,9 @@ from kdist.doctor.local_workers import hidden_gpus, together
 from kdist.doctor.report import Line, Report
 from kdist.launch.call import Ended, Ending
 from kdist.parity import Training
-from tests.environment import clean_environment
-from tests.processes import BACKENDS, Script, each_backend, local_addresses, tf_config
+from tests.helpers.environment import clean_environment
+from tests.helpers.processes import BACKENDS, each_backend
+from tests.helpers.scripts import Script, environments_of, finished, local_addresses, tf_config
 
 SOURCE = "import sys\nfrom kdist.command_line import main\nsys.exit(main({arguments!r}))"
 CHECKS = "python packages backend devices token cluster names ports threads limits joining clocks shared all-reduce"
@@ -35,15 +37,8 @@ def checks(said):
 
 @each_backend
 def test_workers_that_are_well(backend, tmp_path):
-    addresses = local_addresses(2)
-    scripts = [
-        start(tmp_path, f"w{i}", "--shared", ".", KERAS_BACKEND=backend, TF_CONFIG=tf_config(addresses, i))
-        for i in range(2)
-    ]
-    try:
-        assert [script.wait() for script in scripts] == [0, 0], scripts[0].stdout() + scripts[1].stderr()
-    finally:
-        [script.kill() for script in scripts]
+    source = SOURCE.format(arguments=["doctor", "--shared", "."])
+    scripts = finished(tmp_path, source, environments_of(backend))
     said = scripts[0].stdout()
     assert said.startswith(f"kdist doctor: 2 workers on {backend}, cluster from TF_CONFIG\n")
     assert list(checks(said)) == CHECKS.split() and "FAIL" not in said
@@ -89,15 +84,14 @@ def test_workers_that_are_not(tmp_path):
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         told = {"KERAS_BACKEND": "jax", "TF_CONFIG": tf_config([address, *local_addresses(1)], 0)}
         busy = start(tmp_path, "busy", "--timeout", "12", **told)
-        started = [*broken(tmp_path), (busy, "FAIL  ports", "worker 0 .* Cannot listen on port")]
-        try:
-            for script, line, words in started:
-                assert script.wait() == 1, script.stdout() + script.stderr()
-                said = " ".join(script.stdout().split())
+        with contextlib.ExitStack() as cleanup:
+            wrong = [*broken(tmp_path), (busy, "FAIL  ports", "worker 0 .* Cannot listen on port")]
+            for script, _, _ in wrong:
+                cleanup.enter_context(script)
+            for script, line, words in wrong:
+                said = " ".join(script.finish(code=1).stdout().split())
                 assert " ".join(line.split()) in said and re.search(words, said), said
                 assert "next: " in script.stdout().splitlines()[-1]
-        finally:
-            [script.kill() for script, _, _ in started]
     port = address.rpartition(":")[2]
     assert busy.stdout().endswith(f"next: ss -ltnp 'sport = :{port}'\n")
 
@@ -115,13 +109,9 @@ def test_another_version_of_kdist(tmp_path):
         facts.version_of = lambda package: "9.0" if package == "kdist" else installed(package)
         examination.examine(examination.Options(60.0), lambda report: print(report.text(), flush=True))
     """
-    addresses = local_addresses(2)
-    told = [{"KERAS_BACKEND": "torch", "TF_CONFIG": tf_config(addresses, index)} for index in range(2)]
-    scripts = [start(tmp_path, "ours", **told[0]), Script(tmp_path, "theirs", source, told[1])]
-    try:
-        assert [script.wait() for script in scripts] == [1, 0], scripts[0].stdout() + scripts[1].stderr()
-    finally:
-        [script.kill() for script in scripts]
+    first, second = environments_of("torch")
+    with start(tmp_path, "ours", **first) as ours, Script(tmp_path, "theirs", source, second) as theirs:
+        scripts = [ours.finish(code=1), theirs.finish()]
     for script in scripts:
         said = " ".join(script.stdout().split())
         assert re.search(r"FAIL packages kdist [0-9.]+\w* on worker 0, 9.0 on worker 1", said), said
@@ -136,11 +126,7 @@ def test_what_does_not_end(tmp_path):
         examination.probes.all_reduce_times = lambda strategy: time.sleep(100)
         examination.examine(examination.Options(8.0), lambda report: print(report.text(), flush=True))
     """
-    script = Script(tmp_path, "hangs", source, {"KERAS_BACKEND": "torch"})
-    try:
-        assert script.wait(60) == 1, script.stderr()
-    finally:
-        script.kill()
+    script = Script(tmp_path, "hangs", source, {"KERAS_BACKEND": "torch"}).finish(60, code=1)
     said = " ".join(script.stdout().split())
     assert (
         "ok clocks" in said and "FAIL all-reduce not finished within 8 s → The workers reach worker 0" in said
@@ -163,13 +149,7 @@ def test_an_engine_that_computes_something_else(tmp_path):
         options = examination.Options(60.0, trains=True, expected=expected)
         examination.examine(options, lambda report: print(report.text(), flush=True))
     """
-    addresses = local_addresses(2)
-    told = [{"KERAS_BACKEND": "torch", "TF_CONFIG": tf_config(addresses, index)} for index in range(2)]
-    scripts = [Script(tmp_path, f"wrong{index}", source, env) for index, env in enumerate(told)]
-    try:
-        assert [script.wait(60) for script in scripts] == [0, 0], scripts[0].stderr()
-    finally:
-        [script.kill() for script in scripts]
+    scripts = finished(tmp_path, source, environments_of("torch"), 60)
     said = " ".join(scripts[0].stdout().split())
     assert re.search(r"FAIL all-reduce \S+ ms .* but the sum is wrong", said), said
     assert re.search("FAIL one step .* 11 of 11 differ", said), said

@@ -13,7 +13,7 @@ from kdist.doctor.machines import judge_all_reduce, judge_clocks, judge_machines
 from kdist.doctor.report import Line, Report, names_of, spread
 from kdist.doctor.software import judge_software
 from kdist.errors import ClusterConfigError, WorkerLostError
-from tests.environment import ROOT
+from tests.helpers.environment import ROOT
 
 WELL = Facts(
     name="worker 0",

@@ -7,7 +7,6 @@ autograd in its own threads, CUDA's generators, donated memory, and a worker tha
 from __future__ import annotations
 
 import importlib.util
-import json
 import subprocess
 import sys
 import textwrap
@@ -16,8 +15,9 @@ import numpy as np
 import pytest
 
 from kdist.cluster import may_have_gpus, visible_gpus
-from tests.environment import clean_environment
-from tests.processes import Script, each_backend, local_addresses, tf_config
+from tests.helpers.environment import clean_environment
+from tests.helpers.processes import each_backend
+from tests.helpers.scripts import Script, local_addresses, tf_config
 
 # Found without a framework, which pytest's own process never imports.
 GPUS = len(visible_gpus()) if may_have_gpus() else 0
@@ -94,11 +94,7 @@ def scripts(tmp_path, backend, source, workers=1, **told):
         whole = textwrap.dedent(COMMON) + textwrap.dedent(source)
         # A process of its own: what is forked could not start CUDA if its parent has.
         started.append(Script(folder, "gpu", whole, env, command=(sys.executable,)))
-    found = []
-    for script in started:
-        assert script.wait(500) == 0, script.stderr()[-4000:]
-        found.append(json.loads(script.stdout().splitlines()[-1]))
-    return found
+    return [script.finish(500).told() for script in started]
 
 
 def same_as_plain_keras(tmp_path, backend, source, workers=1, build="", **told):

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from tests.processes import BACKENDS
+from tests.helpers.processes import BACKENDS
 
 _BLOCK = re.compile(
     r"(?:^(?P<why>[^\n]+)\n\n)?^```python ?(?P<kind>\w*)(?P<where>[^\n]*)\n(?P<source>.*?)^```$", re.M | re.S

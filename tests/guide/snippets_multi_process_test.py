@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.guide.playing import SECTIONS, play, play_all
-from tests.processes import each_backend, run, run_plain
+from tests.helpers.processes import each_backend, run, run_plain
 
 KERAS, LOOPS, API = (
     "Guide: Keras",

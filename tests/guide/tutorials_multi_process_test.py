@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.processes import Script, each_backend, each_backend_in_twelve_turns, local_addresses, tf_config
+from tests.helpers.processes import each_backend, each_backend_in_twelve_turns
+from tests.helpers.scripts import Script, environments_of, finished
 
 PAGE = Path(__file__).with_name("tutorials.md").read_text(encoding="utf-8")
 # Ten classes that a network tells apart: each has another bright row.
@@ -59,23 +58,11 @@ def script(title: str) -> str:
     return BEFORE + code + AFTER[title]
 
 
-def found_by(started: list[Script]) -> list[Any]:
-    """What each process printed at its end."""
-    try:
-        for one in started:
-            assert one.wait() == 0, one.stderr()
-    finally:
-        for one in started:
-            one.kill()
-    lines = [re.findall(r"FOUND (.*)", one.stdout()) for one in started]
-    return [json.loads(only) for (only,) in lines]
-
-
 @pytest.mark.timeout(400)
 @each_backend
 def test_keras(backend: str, tmp_path: Path) -> None:
-    (found,) = found_by([Script(tmp_path, "train", script("keras"), {"KERAS_BACKEND": backend})])
-    losses, accuracies, rates = found
+    done = Script(tmp_path, "train", script("keras"), {"KERAS_BACKEND": backend}).finish()
+    losses, accuracies, rates = done.told("FOUND ")
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-4) and losses[0] < 2.2
     assert accuracies == pytest.approx([accuracies[0]] * 3) and accuracies[0] > 0.2
     assert rates == pytest.approx([1e-3, 1e-3, 1e-3, 1e-4])
@@ -86,18 +73,8 @@ def test_keras(backend: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 @each_backend_in_twelve_turns
 def test_multi_worker_with_keras(backend: str, tmp_path: Path) -> None:
-    source, addresses = script("multi_worker_with_keras"), local_addresses(2)
-    found = found_by(
-        [
-            Script(
-                tmp_path,
-                f"worker{index}",
-                source,
-                {"KERAS_BACKEND": backend, "TF_CONFIG": tf_config(addresses, index)},
-            )
-            for index in (0, 1)
-        ]
-    )
+    workers = finished(tmp_path, script("multi_worker_with_keras"), environments_of(backend))
+    found = [worker.told("FOUND ") for worker in workers]
     (replicas,), losses, loaded = found[0]
     assert found[1] == found[0][:2]
     assert replicas == 2

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.environment import clean_environment
+from tests.helpers.environment import clean_environment
 from tests.keras_suite.comparison import BEGUN, Comparison, Outcome, read_known, read_results, report
 
 BACKENDS = ("jax", "torch", "tensorflow")

@@ -13,7 +13,7 @@ import threading
 
 import pytest
 
-from tests.environment import clean_environment
+from tests.helpers.environment import clean_environment
 
 TIMEOUT = 60
 COLOR = re.compile(r"\x1b\[[0-9;]*m")

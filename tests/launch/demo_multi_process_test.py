@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kdist import demo
-from tests.processes import Script
+from tests.helpers.scripts import Script
 
 
 @pytest.mark.in_turn(4)
@@ -20,11 +20,7 @@ from tests.processes import Script
 def test_two_workers_train_what_one_device_trains(tmp_path: Path) -> None:
     arguments = ["demo", "--backend", "jax", "--num-workers", "2", "--epochs", "6"]
     source = f"import sys\nfrom kdist.command_line import main\nsys.exit(main({arguments!r}))\n"
-    script = Script(tmp_path, "demo", source, {})
-    try:
-        assert script.wait(480) == 0, script.stdout() + script.stderr()
-    finally:
-        script.kill()
+    script = Script(tmp_path, "demo", source, {}).finish(480)
     out = script.stdout()
     rows = dict(
         re.findall(r"^  (test loss|test accuracy|largest weight difference) +(.*)$", out, re.MULTILINE)

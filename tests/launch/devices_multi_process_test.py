@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kdist.launch import info
-from tests.environment import clean_environment
+from tests.helpers.environment import clean_environment
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "3"}
 

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.processes import full_unless
+from tests.helpers.processes import full_unless
 
 _STEPS, _RATE = 6, 0.1
 _SCRIPT = """

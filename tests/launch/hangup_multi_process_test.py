@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.processes import Script
+from tests.helpers.alive import identity_of, left_of
+from tests.helpers.scripts import RUN, Script
 
 SCRIPT = """
 import os, signal, sys, time
@@ -26,28 +26,18 @@ time.sleep(100)
 """
 
 
-def alive(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return False
-    return stat.rpartition(b")")[2].split()[0] != b"Z"
-
-
 # The signal that ends workers which do not care; those that save, and then want to be started again or do not.
 @pytest.mark.parametrize(("code", "ends_with"), [(None, 128 + signal.SIGHUP), (75, 75), (0, 0)])
 def test_the_workers_are_told_and_nothing_is_started_again(
     code: int | None, ends_with: int, tmp_path: Path
 ) -> None:
-    command = (sys.executable, "-m", "kdist", "run", "-n", "2", "--max-restarts", "3", "--grace-period", "20")
-    job = Script(tmp_path, "script", SCRIPT, {} if code is None else {"CODE": str(code)}, command)
-    try:
+    command = (*RUN, "-n", "2", "--max-restarts", "3", "--grace-period", "20")
+    with Script(tmp_path, "script", SCRIPT, {} if code is None else {"CODE": str(code)}, command) as job:
         for rank in (0, 1):
             job.wait_for(f"born {rank} ", 30)
+        workers = [identity_of(int(pid)) for pid in re.findall(r"born \d (\d+)", job.stdout())]
         os.kill(job.process.pid, signal.SIGHUP)
-        assert job.wait(30) == ends_with, job.stderr()
-    finally:
-        job.kill()
+        job.finish(30, code=ends_with)
     out, err = job.stdout(), job.stderr()
     assert "kdist: received SIGHUP; all workers have exited." in err
     assert "restart" not in err
@@ -55,8 +45,4 @@ def test_the_workers_are_told_and_nothing_is_started_again(
     assert sorted(line[-6:] for line in out.splitlines() if "told" in line) == (
         [] if code is None else ["told 0", "told 1"]
     )
-    pids = [int(line.split()[-1]) for line in out.splitlines() if "born" in line]
-    deadline = time.monotonic() + 5
-    while any(alive(pid) for pid in pids):
-        assert time.monotonic() < deadline, "a worker is still there"
-        time.sleep(0.02)
+    assert len(workers) == 2 and left_of(workers, within=5) == []

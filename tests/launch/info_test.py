@@ -11,8 +11,8 @@ from kdist import demo
 from kdist.command_line import build_parser
 from kdist.launch import info
 from kdist.launch.plan import count_cores
-from tests.environment import clean_environment
-from tests.processes import TIMEOUT, each_backend, run
+from tests.helpers.environment import clean_environment
+from tests.helpers.processes import TIMEOUT, each_backend, run
 
 
 def test_versions():

@@ -9,7 +9,7 @@ import sys
 import textwrap
 import time
 
-from tests.environment import ROOT
+from tests.helpers.environment import ROOT
 
 TIMEOUT = 30.0
 PRELUDE = """

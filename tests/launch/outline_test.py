@@ -13,7 +13,7 @@ from kdist.cluster import logs
 from kdist.command_line import main
 from kdist.launch import linux, outline
 from kdist.launch.roles import plan_roles
-from tests.ports import neighboring_ports
+from tests.helpers.ports import neighboring_ports
 
 GPUS = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
 

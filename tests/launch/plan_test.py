@@ -16,7 +16,7 @@ from kdist.launch.output import LineStream, Sink, Tail
 from kdist.launch.plan import JobPlan, check_backend, idle_gpus, parse_hosts, plan_job, resolve_num_workers
 from kdist.launch.report import MOST_LINES, failure_block, last_traceback, shell_exit_code
 from kdist.launch.supervisor import Supervisor
-from tests.ports import neighboring_ports
+from tests.helpers.ports import neighboring_ports
 
 # ---- the plan
 

@@ -16,11 +16,11 @@ import kdist.launch
 from kdist.errors import BackendError, InvalidArgumentError, LaunchError, WorkerTimeoutError
 from kdist.launch.linux import descendants
 from kdist.testing import no_leaks
-from tests import by_hand
-from tests.alive import left_of
 from tests.docs.examples import example
-from tests.environment import ROOT, clean_environment
-from tests.processes import each_backend_in_twelve_turns
+from tests.helpers import by_hand
+from tests.helpers.alive import left_of
+from tests.helpers.environment import ROOT, clean_environment
+from tests.helpers.processes import each_backend_in_twelve_turns
 
 TIMEOUT = 60.0
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
@@ -199,7 +199,7 @@ def test_two_workers_train_as_one_device(nothing_stays, backend):
         import keras
 
         import kdist
-        from tests import by_hand
+        from tests.helpers import by_hand
 
         strategy = kdist.MultiWorkerMirroredStrategy()
         with strategy.scope():
@@ -222,7 +222,7 @@ def test_two_workers_train_on_a_cluster_that_is_started_and_stopped(tmp_path):
         "import json, kdist, os\n"
         "def train():\n"
         "    import kdist\n"
-        "    from tests import by_hand\n"
+        "    from tests.helpers import by_hand\n"
         "    strategy = kdist.MultiWorkerMirroredStrategy()\n"
         "    with strategy.scope():\n"
         "        model = by_hand.model(is_true=strategy.runtime.worker_index == 0)\n"

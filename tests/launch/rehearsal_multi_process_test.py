@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.processes import Script
+from tests.helpers.scripts import RUN, Script
 
 SCRIPT = """
 import kdist
-from tests import by_hand
+from tests.helpers import by_hand
 
 with kdist.MultiWorkerMirroredStrategy().scope():
     model = by_hand.model()
@@ -25,11 +24,7 @@ print("FINISHED", flush=True)
 def test_a_fault_comes_again_after_a_restart_where_it_is_told_to(tmp_path: Path) -> None:
     options = ("-n", "2", "--backend", "jax", "--max-restarts", "1")
     faults = ("--inject", "exit:worker=1,step=3", "--inject", "exit:worker=0,step=5,always=1")
-    job = Script(tmp_path, "train", SCRIPT, {}, (sys.executable, "-m", "kdist", "run", *options, *faults))
-    try:
-        assert job.wait(240) == 1, job.stderr()
-    finally:
-        job.kill()
+    job = Script(tmp_path, "train", SCRIPT, {}, (*RUN, *options, *faults)).finish(240, code=1)
     err = job.stderr()
     assert "FINISHED" not in job.stdout()
     said = re.findall(r"\[worker (\d)\] kdist: --inject (\S+) takes effect at (.*)", err)

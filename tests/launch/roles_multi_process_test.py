@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.alive import left_of
+from tests.helpers.alive import left_of
 
 PRELUDE = """
 import json, os, pathlib, signal, sys, time

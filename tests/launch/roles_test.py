@@ -8,7 +8,7 @@ import pytest
 
 from kdist.cluster.roles import server_cluster
 from kdist.launch.roles import plan_roles
-from tests.ports import neighboring_ports
+from tests.helpers.ports import neighboring_ports
 
 
 def told(environ, *args, name="CUDA_VISIBLE_DEVICES", **kwargs):

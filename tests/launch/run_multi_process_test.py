@@ -10,10 +10,10 @@ import time
 import pytest
 
 from kdist.launch import supervisor
-from tests.alive import left_of
-from tests.environment import ROOT
+from tests.helpers.alive import left_of
+from tests.helpers.environment import ROOT
+from tests.helpers.ports import neighboring_ports
 from tests.launch.jobs import TIMEOUT
-from tests.ports import neighboring_ports
 
 
 def test_success(run):

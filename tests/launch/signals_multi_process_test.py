@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.alive import is_alive, left_of
+from tests.helpers.alive import is_alive, left_of
 from tests.launch.jobs import SLEEPER
 
 FAMILY = f"""

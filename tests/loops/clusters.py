@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import BACKENDS, run
+from tests.helpers.processes import BACKENDS, run
 
 CLUSTERS = ((1, 2), (1, 3), (2, 2))
 

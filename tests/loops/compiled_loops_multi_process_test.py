@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import kdist
+from tests.helpers.processes import BACKENDS, strategy
 from tests.loops.clusters import each_cluster, each_cluster_of, number_of, numpy_of, on_workers
 from tests.loops.datasets import LEARNING_RATE, STEPS, by_hand, dataset_of
-from tests.processes import BACKENDS, strategy
 
 KINDS = {
     "tensorflow": ("tf.data", "generator", "function"),

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import kdist
+from tests.helpers.processes import each_backend, run, strategy
 from tests.loops.clusters import each_cluster, on_workers
 from tests.loops.datasets import still_reading
-from tests.processes import each_backend, run, strategy
 
 
 def in_worker_empty(num_replicas):

@@ -7,6 +7,7 @@ import pytest
 
 import kdist
 from kdist.values import PerReplica
+from tests.helpers.processes import each_backend, run, start_pool, strategy
 from tests.loops.clusters import (
     each_cluster,
     each_cluster_of,
@@ -16,7 +17,6 @@ from tests.loops.clusters import (
     on_workers,
     per_replica,
 )
-from tests.processes import each_backend, run, start_pool, strategy
 
 # Strategy -----------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.processes import each_backend, run, run_plain, strategy
+from tests.helpers.processes import each_backend, run, run_plain, strategy
 
 _SAME_NAME = "chief"
 _INTEGERS = ("uint8", "int32", "int64")

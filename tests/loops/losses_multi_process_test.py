@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.processes import each_backend, run, strategy
+from tests.helpers.processes import each_backend, run, strategy
 
 
 def in_worker_losses(num_replicas):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.processes import Script, each_backend, local_addresses, tf_config
+from tests.helpers.processes import each_backend
+from tests.helpers.scripts import environments_of, local_addresses, started
 
 # As in `fit`; a busy machine takes some seconds more to print a traceback.
 LIMIT = 25.0
@@ -47,11 +48,8 @@ for step in range(100):
 @pytest.fixture
 def workers(backend, tmp_path):
     addresses = local_addresses(2)
-    environments = [{"KERAS_BACKEND": backend, "TF_CONFIG": tf_config(addresses, i)} for i in range(2)]
-    scripts = [Script(tmp_path, f"worker{i}", LOOP, env) for i, env in enumerate(environments)]
-    yield addresses, tmp_path, scripts
-    for script in scripts:
-        script.kill()
+    with started(tmp_path, LOOP, environments_of(backend, addresses)) as scripts:
+        yield addresses, tmp_path, scripts
 
 
 @each_backend

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import kdist
+from tests.helpers.processes import strategy
 from tests.loops.clusters import each_cluster, local_results, number_of, numpy_of, on_replicas, per_replica
-from tests.processes import strategy
 
 KINDS = [
     ("sum", "float32"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 import kdist
+from tests.helpers.processes import strategy
 from tests.loops.clusters import each_cluster, number_of, numpy_of, on_workers, per_replica
-from tests.processes import strategy
 
 # Reinforcement learning: act on all replicas, learn from what came of it -----------------------------------------
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import kdist
+from tests.helpers.processes import strategy
 from tests.loops.clusters import each_cluster, each_cluster_of, on_workers
 from tests.loops.datasets import BATCH, STEPS, dataset_of, rows, still_reading
-from tests.processes import strategy
 
 # Iterators of one dataset share what is compiled ------------------------------------------------------------------
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import kdist
+from tests.helpers.processes import start_pool, strategy
 from tests.loops.clusters import each_cluster, numpy_of, on_workers, per_replica
-from tests.processes import start_pool, strategy
 
 # Reduce -------------------------------------------------------------------------------------------------------
 

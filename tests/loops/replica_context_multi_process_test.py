@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import kdist
+from tests.helpers.processes import run, strategy
 from tests.loops.clusters import each_cluster, local_results, numpy_of, on_replicas, on_workers, per_replica
-from tests.processes import run, strategy
 
 # Collectives --------------------------------------------------------------------------------------------------
 

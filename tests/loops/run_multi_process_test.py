@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import kdist
+from tests.helpers.processes import each_backend, run, strategy
 from tests.loops.clusters import each_cluster, local_results, numpy_of, on_replicas, on_workers, per_replica
-from tests.processes import each_backend, run, strategy
 
 # Arguments and results ----------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import kdist
+from tests.helpers.processes import strategy
 from tests.loops.clusters import (
     each_cluster,
     each_cluster_of,
@@ -15,7 +16,6 @@ from tests.loops.clusters import (
     on_workers,
     per_replica,
 )
-from tests.processes import strategy
 
 # Variables ----------------------------------------------------------------------------------------------------
 

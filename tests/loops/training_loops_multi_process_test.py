@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import kdist
+from tests.helpers.processes import each_backend, run, strategy
 from tests.loops.clusters import each_cluster, each_cluster_of, number_of, numpy_of, on_workers, per_replica
-from tests.processes import each_backend, run, strategy
 
 BATCH, STEPS, RATE = 16, 20, 0.5
 

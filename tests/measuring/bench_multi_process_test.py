@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.processes import Script, run, strategy
+from tests.helpers.processes import run, strategy
+from tests.helpers.scripts import Script
 
 MODEL = """
 import time
@@ -36,11 +37,7 @@ def test_it_measures_a_model_of_the_users(tmp_path: Path) -> None:
     arguments = ["bench", "--backend", "torch", "--num-workers", "1,2", "--steps", "3", "--batch-size", "20"]
     arguments += ["--model", "mine:make_model", "--json", "bench.json", "--plot", "bench.html"]
     source = f"import sys\nfrom kdist.command_line import main\nsys.exit(main({arguments!r}))\n"
-    script = Script(tmp_path, "bench", source, {})
-    try:
-        assert script.wait(170) == 0, script.stdout() + script.stderr()
-    finally:
-        script.kill()
+    script = Script(tmp_path, "bench", source, {}).finish(170)
     alone, result = json.loads((tmp_path / "bench.json").read_text())["results"]
     assert [(round[0]["steps"], round[1]["rows"]) for round in result["rounds"]] == [(3, 60)] * 5
     assert (alone["num_workers"], result["num_workers"], result["backend"]) == (1, 2, "torch")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from tests.layers import ROOT
+from tests.helpers.layers import ROOT
 
 PAGE = ROOT / "docs" / "contribute" / "a-backend.md"
 _MARK = "<!-- from here on written by `python -m tests.pages`, do not edit -->\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from tests.layers import ROOT
+from tests.helpers.layers import ROOT
 
 _HEAD = """\
 # Benchmark scripts

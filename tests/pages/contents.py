@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 
 from tests import layers_picture, versions
-from tests.environment import ROOT
+from tests.helpers.environment import ROOT
 from tests.pages import backend, benchmarks, command_line, errors, pictures, variables
 
 __all__ = ["PAGES", "ROOT"]

@@ -7,7 +7,7 @@ import itertools
 import re
 from collections import defaultdict
 
-from tests.layers import FILES, ROOT
+from tests.helpers.layers import FILES, ROOT
 
 _SHAPE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+|RANK|HOME|PYTHONPATH|PYTHONUNBUFFERED|NO_COLOR")
 # Names in the code that look like environment variables but are not.

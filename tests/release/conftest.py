@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.environment import ROOT, clean_environment
+from tests.helpers.environment import ROOT, clean_environment
 from tests.mutants.run import copy_of
 
 # pytest-xdist would build once a process.

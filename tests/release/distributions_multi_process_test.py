@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import kdist
-from tests.environment import ROOT
+from tests.helpers.environment import ROOT
 from tests.mutants.run import files_of
 from tests.release.conftest import Distributions, call
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import kdist
-from tests.environment import ROOT
+from tests.helpers.environment import ROOT
 
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 # What GitHub knows, and which attribute each must have.

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import kdist
-from tests.environment import ROOT
+from tests.helpers.environment import ROOT
 from tests.release.conftest import call
 
 # To install what the tests look at takes longer than the tests.

@@ -8,7 +8,7 @@ import tomllib
 
 import pytest
 
-from tests.environment import ROOT
+from tests.helpers.environment import ROOT
 from tests.versions import BACKENDS, ENVIRONMENTS, NOTES, table
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from kdist.testing import free_ports
-from tests.processes import Script, run, run_plain, strategy, tf_config
+from tests.helpers.processes import run, run_plain, strategy
+from tests.helpers.scripts import Script, environments_of, finished
 from tests.sharding import jobs
 
 
@@ -194,8 +195,7 @@ def test_keras_starts_jax_so_that_devices_must_be_there_before(tmp_path: Path) -
     assert late.wait() != 0
     assert "DeviceError: Cannot create logical CPU devices" in late.stderr()
     assert first in late.stderr()
-    in_time = Script(tmp_path, "in_time", FRESH.format(first=first), env)
-    assert in_time.wait() == 0, in_time.stderr()
+    in_time = Script(tmp_path, "in_time", FRESH.format(first=first), env).finish()
     assert "REPLICAS 2" in in_time.stdout()
 
 
@@ -228,17 +228,9 @@ def test_a_session_of_jax_distributed_is_adopted_if_it_is_the_cluster_s(
     ports = free_ports(2)
     addresses = [f"127.0.0.1:{port}" for port in ports]
     source = SESSION.format(port=ports[0], refused=is_refused)
-    scripts = []
-    try:
-        for rank in (0, 1):
-            # The cluster of the environment has the workers the other way round, where it is to be refused.
-            task = 1 - rank if is_refused else rank
-            env = {"KERAS_BACKEND": "jax", "TF_CONFIG": tf_config(addresses, task), "RANK_HERE": str(rank)}
-            scripts.append(Script(tmp_path, f"worker{rank}", source, env))
-        for script in scripts:
-            assert script.wait(120) == 0, script.stdout() + script.stderr()
-            wanted = "REFUSED The existing session of jax.distributed" if is_refused else "TRAINED 2 (2,)"
-            assert wanted in script.stdout(), script.stdout() + script.stderr()
-    finally:
-        for script in scripts:
-            script.kill()
+    environments = environments_of("jax", addresses)
+    if is_refused:  # the cluster of the environment has the workers the other way round
+        environments = [env | {"RANK_HERE": str(1 - rank)} for rank, env in enumerate(environments)]
+    wanted = "REFUSED The existing session of jax.distributed" if is_refused else "TRAINED 2 (2,)"
+    for script in finished(tmp_path, source, environments, 120):
+        assert wanted in script.stdout(), script.output()

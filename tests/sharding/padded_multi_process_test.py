@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import full_unless, run_plain
+from tests.helpers.processes import full_unless, run_plain
 from tests.sharding import jobs
 from tests.sharding.sharded_multi_process_test import (
     FOUR_DEVICES,

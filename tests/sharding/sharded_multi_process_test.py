@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kdist.testing import WorkerPool
-from tests.processes import run_plain, start_pool
+from tests.helpers.processes import run_plain, start_pool
 from tests.sharding import jobs
 
 # Backend, worker processes, and devices in each.

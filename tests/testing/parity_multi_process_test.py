@@ -7,7 +7,7 @@ import pytest
 
 from kdist.errors import InvalidArgumentError
 from kdist.testing import WorkerFailure, Workers, assert_parity
-from tests.processes import each_backend, start_pool
+from tests.helpers.processes import each_backend, start_pool
 
 DRAW = np.random.default_rng(0)
 X = DRAW.normal(size=(22, 4)).astype("float32")  # batches of 8 leave a short last one

@@ -10,7 +10,7 @@ import tomllib
 import pytest
 
 from tests.docs.examples import example
-from tests.environment import ROOT, clean_environment
+from tests.helpers.environment import ROOT, clean_environment
 
 MODULE = "kdist.testing.plugin"
 TESTS = """

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests import by_hand
-from tests.processes import run, strategy
+from tests.helpers import by_hand
+from tests.helpers.processes import run, strategy
 
 EPOCHS = 10
 ALL_STEPS = EPOCHS * by_hand.STEPS

@@ -15,7 +15,8 @@ import pytest
 from kdist.measuring.records import read_run
 from kdist.tracing import merging
 from kdist.tracing.pace import alone
-from tests.processes import BACKENDS, Script, each_backend, run, strategy
+from tests.helpers.processes import BACKENDS, each_backend, run, strategy
+from tests.helpers.scripts import Script
 
 ROWS, BATCH, EPOCHS = 44, 8, 3  # a last batch of 4 rows; 6 steps an epoch
 SLOW = 0.1  # seconds a step, that the second worker is busy with its own things
@@ -168,11 +169,7 @@ model.fit(x, x[:, :1], batch_size=10, epochs=3, verbose=0, callbacks=callbacks)
 def test_a_worker_that_is_killed_leaves_what_can_be_read_and_goes_on(backend: str, tmp_path: Path) -> None:
     env = {"KERAS_BACKEND": backend, "KDIST_TRACE": str(tmp_path / "trace")}
     for name, code in (("killed", -signal.SIGKILL), ("again", 0)):
-        script = Script(tmp_path, name, KILLED, env)
-        try:
-            assert script.wait() == code, script.stderr()
-        finally:
-            script.kill()
+        Script(tmp_path, name, KILLED, env).finish(code=code)
         if code:
             with contextlib.suppress(OSError), open(tmp_path / "run" / "worker-0.jsonl", "a") as torn:
                 torn.write('{"epoch": 2, "st')

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests import by_hand
-from tests.processes import Script
+from tests.helpers import by_hand
+from tests.helpers.scripts import RUN, Script
 
 EPOCHS = 12
 SLOW = 0.05  # of each step, so that the workers meet before the last one
@@ -18,7 +17,7 @@ SLOW = 0.05  # of each step, so that the workers meet before the last one
 SCRIPT = f"""
 import os, time
 import keras, kdist
-from tests import by_hand
+from tests.helpers import by_hand
 
 who = os.environ["KDIST_RESTART"] + " " + os.environ["RANK"]
 
@@ -48,11 +47,7 @@ def steps_of(output: str, start: int, rank: int) -> list[tuple[int, float]]:
 def test_a_worker_is_taken_away_and_nothing_is_lost(tmp_path: Path) -> None:
     options = ("-n", "2", "--backend", "torch", "--max-restarts", "1", "--grace-period", "60")
     faults = ("--inject", "sigterm:worker=1,step=6", "--inject", f"slow:worker=0,seconds={SLOW},always=1")
-    job = Script(tmp_path, "train", SCRIPT, {}, (sys.executable, "-m", "kdist", "run", *options, *faults))
-    try:
-        assert job.wait(240) == 0, job.stderr()
-    finally:
-        job.kill()
+    job = Script(tmp_path, "train", SCRIPT, {}, (*RUN, *options, *faults)).finish(240)
     out, err = job.stdout(), job.stderr()
     first, second = ([[n for n, _ in steps_of(out, start, rank)] for rank in (0, 1)] for start in (0, 1))
     assert first[0] == first[1], "all workers leave after the same step"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import each_backend, run, strategy
+from tests.helpers.processes import each_backend, run, strategy
 
 
 class Left(Exception):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kdist.cluster import environment
-from tests.processes import BACKENDS, full_unless, run, run_plain, scope
+from tests.helpers.processes import BACKENDS, full_unless, run, run_plain, scope
 
 ROWS = 13  # of batches of 4: the last one has fewer rows than there are replicas
 SAYS = "gives different results with 2 replicas"

@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import BACKENDS, each_backend, each_backend_in_twelve_turns, full_unless, run, strategy
+from tests.helpers.processes import (
+    BACKENDS,
+    each_backend,
+    each_backend_in_twelve_turns,
+    full_unless,
+    run,
+    strategy,
+)
 
 ROWS, BATCH, EPOCHS = 44, 8, 3  # a last batch of 4 rows; 6 steps an epoch
 

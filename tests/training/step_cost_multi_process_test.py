@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kdist
-from tests.processes import each_backend, run
+from tests.helpers.processes import each_backend, run
 
 ROWS, BATCH = 4, 2
 # Slightly more than today's calls per step. Lower the numbers when you make a step cheaper.

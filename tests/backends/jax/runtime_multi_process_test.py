@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kdist.testing import WorkerPool
-from tests.processes import start_pool
+from tests.helpers.processes import start_pool
 
 
 @pytest.fixture(scope="module", params=[(2, 1), (3, 1), (2, 2)], ids=["2", "3", "2x2"])

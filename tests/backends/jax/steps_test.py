@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import kdist
-from tests import by_hand
 from tests.backends.where import in_worker
+from tests.helpers import by_hand
 
 if in_worker:
     import jax

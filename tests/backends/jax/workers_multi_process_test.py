@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import Script, local_addresses, tf_config
+from tests.helpers.scripts import Script, local_addresses, tf_config
 
 _SOURCE = Path(__file__).with_name("worker_script.py").read_text(encoding="utf-8")
 # What the issue promises, plus what a busy machine takes to notice and to print a traceback.

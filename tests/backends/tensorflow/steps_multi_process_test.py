@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.processes import run, strategy
+from tests.helpers.processes import run, strategy
 
 pytestmark = pytest.mark.xdist_group("pool-tensorflow")
 

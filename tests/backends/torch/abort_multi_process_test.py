@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
-from tests.processes import Script, local_addresses, run_plain, tf_config
+from tests.helpers.processes import run_plain
+from tests.helpers.scripts import Script, environments_of
 
 STEPS = 6
 AFTER = 4  # so many steps are whole
@@ -103,16 +102,13 @@ def plain():
     "torch_variables_change_before_an_exchange",
 )
 def test_what_was_computed_after_an_abort_is_neither_applied_nor_saved(tmp_path):
-    addresses = local_addresses(2)
     scripts = []
-    for index in range(2):
+    for index, env in enumerate(environments_of("torch")):
         (folder := tmp_path / str(index)).mkdir()
-        told = {"KERAS_BACKEND": "torch", "TF_CONFIG": tf_config(addresses, index)}
-        scripts.append(Script(folder, "played", PLAYED, told))
+        scripts.append(Script(folder, "played", PLAYED, env))
     whole, part = run_plain("torch", plain)
     for script in scripts:
-        assert script.wait() == 0, script.stderr()
-        trained, kept, said = json.loads(script.stdout().splitlines()[-1])
+        trained, kept, said = script.finish().told()
         for one, expected in [*zip(trained, whole, strict=True), *zip(kept, part, strict=True)]:
             np.testing.assert_allclose(one, expected, rtol=1e-5, atol=1e-6)
         assert len(said) == 3 and all("it died" in text for text in said), said

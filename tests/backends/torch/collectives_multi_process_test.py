@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.processes import start_pool
+from tests.helpers.processes import start_pool
 
 WORLD = 4096
 RANKS = (0, 1, 2047, 4095)

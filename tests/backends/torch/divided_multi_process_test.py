@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.processes import run, run_plain
+from tests.helpers.processes import run, run_plain
 
 # Rows that the replicas do not divide, in batches that they do not divide either.
 ROWS, BATCH, LENGTH, WORDS = 23, 8, 6, 12

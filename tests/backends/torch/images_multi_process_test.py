@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from tests.processes import run, run_plain, scope
+from tests.helpers.processes import run, run_plain, scope
 
 FORMATS = ("channels_last", "channels_first")
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
-from tests.processes import Script, local_addresses, tf_config
+from tests.helpers.scripts import environments_of, finished, local_addresses
 
 # Two workers. Keras before 3.16 gets what 3.16 has in its trainer; with a newer one, the real trainer runs.
 SOURCE = """
@@ -76,22 +74,7 @@ print(json.dumps(found))
 
 
 def _run(tmp_path, **env):
-    addresses = local_addresses(2)
-    scripts = [
-        Script(
-            tmp_path,
-            f"worker{i}",
-            SOURCE,
-            {"KERAS_BACKEND": "torch", "TF_CONFIG": tf_config(addresses, i), **env},
-        )
-        for i in range(2)
-    ]
-    try:
-        assert [script.wait(60) for script in scripts] == [0, 0], [script.stderr() for script in scripts]
-    finally:
-        for script in scripts:
-            script.kill()
-    return [json.loads(script.stdout().splitlines()[-1]) for script in scripts]
+    return [script.told() for script in finished(tmp_path, SOURCE, environments_of("torch", **env), 60)]
 
 
 def _check(found):

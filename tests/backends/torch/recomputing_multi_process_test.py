@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.backends.torch import dropped
-from tests.foreign_backward import foreign_backward
-from tests.processes import run, strategy
+from tests.helpers.foreign_backward import foreign_backward
+from tests.helpers.processes import run, strategy
 
 
 def in_worker_train(x, is_foreign):

@@ -8,7 +8,7 @@ import pytest
 import kdist
 from tests.backends.torch import dropped
 from tests.backends.where import in_worker
-from tests.foreign_backward import foreign_backward
+from tests.helpers.foreign_backward import foreign_backward
 
 if in_worker:
     import keras

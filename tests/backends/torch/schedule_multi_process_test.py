@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import run
+from tests.helpers.processes import run
 
 
 def train(eager_workers: tuple[int, ...]) -> tuple[list[Any], list[tuple[str, int]]]:

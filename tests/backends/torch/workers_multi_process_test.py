@@ -9,8 +9,9 @@ import sys
 import numpy as np
 import pytest
 
-from tests import by_hand
-from tests.processes import Script, local_addresses, run, start_pool, tf_config
+from tests.helpers import by_hand
+from tests.helpers.processes import run, start_pool
+from tests.helpers.scripts import Script, environments_of, local_addresses, started
 
 
 def _runtime():
@@ -175,19 +176,8 @@ def test_a_process_joins_once():
 def job(folder, source, num_workers):
     """Processes that run one script, each with its place in `TF_CONFIG`."""
     addresses = local_addresses(num_workers)
-    workers = []
-    try:
-        for index in range(num_workers):
-            env = {"KERAS_BACKEND": "torch", "TF_CONFIG": tf_config(addresses, index)}
-            workers.append(Script(folder, f"worker{index}", source, env))
+    with started(folder, source, environments_of("torch", addresses)) as workers:
         yield workers, [f"worker {i} ({address})" for i, address in enumerate(addresses)]
-    finally:
-        for worker in workers:
-            worker.kill()
-
-
-def _output(worker):
-    return worker.stdout() + worker.stderr()
 
 
 TRAIN = """
@@ -230,7 +220,7 @@ def test_a_lost_worker_ends_the_others_in_time_and_is_named(tmp_path, num_worker
     source = TRAIN.replace("VICTIM", str(victim)).replace("HOW", how)
     with job(tmp_path, source, num_workers) as (workers, names):
         for worker in [worker for index, worker in enumerate(workers) if index != victim]:
-            assert worker.wait() == 1, _output(worker)
+            assert worker.wait() == 1, worker.output()
             told = f"WorkerLostError: The job lost {names[victim]}: {what}"
             assert told in worker.stderr()
             assert worker.ended_at - float(re.search(r"TIME (\S+)", worker.stdout())[1]) < 15
@@ -313,7 +303,7 @@ def test_a_port_that_somebody_else_has_is_an_error_within_ten_seconds(strangers)
 GROUP = r"""
     import json, os
     import torch.distributed as dist, kdist
-    from tests import by_hand
+    from tests.helpers import by_hand
     config = json.loads(os.environ.get("TF_CONFIG", "{}"))  # torchrun sets none
     if config:
         address, rank = config["cluster"]["worker"][1], config["task"]["index"]
@@ -340,7 +330,9 @@ def check_group(printed: str) -> None:
 @pytest.mark.kills("torch_rows_of_the_first_worker")
 def test_a_process_group_that_the_user_has_made_is_taken(tmp_path):
     with job(tmp_path, GROUP, 2) as (workers, _):
-        assert [worker.wait() for worker in workers] == [0, 0], "\n".join(map(_output, workers))
+        assert [worker.wait() for worker in workers] == [0, 0], "\n".join(
+            worker.output() for worker in workers
+        )
         check_group("".join(worker.stdout() for worker in workers))
 
 
@@ -351,7 +343,7 @@ def test_torchrun_starts_it_too(tmp_path):
     command += ["--master-addr", host, "--master-port", port]
     torchrun = Script(tmp_path, "script", GROUP, {"KERAS_BACKEND": "torch"}, command)
     try:
-        assert torchrun.wait(150) == 0, _output(torchrun)
+        assert torchrun.wait(150) == 0, torchrun.output()
     finally:
         if torchrun.exit_code is None:
             torchrun.process.send_signal(signal.SIGTERM)  # it ends its workers, too

@@ -19,8 +19,8 @@ from kdist.backends import joining
 from kdist.cluster import discover, liveness
 from kdist.coordinator.rpc import Peer, Service
 from kdist.doctor import examination
-from tests.environment import clean_environment
-from tests.processes import Script, local_addresses, tf_config
+from tests.helpers.environment import clean_environment
+from tests.helpers.scripts import RUN, Script, local_addresses, started, tf_config
 
 ENDS = """
 import os, sys, time
@@ -66,18 +66,6 @@ def run_script(folder: Path, source: str, *options: str) -> str:
     return run(folder, "run", *(options or ("-n", "2")), "train.py")
 
 
-@contextlib.contextmanager
-def scripts(folder: Path, source: str, environments: list[dict[str, str]]) -> Iterator[list[Script]]:
-    started: list[Script] = []
-    try:
-        for index, env in enumerate(environments):
-            started.append(Script(folder, f"worker{index}", source, env))
-        yield started
-    finally:
-        for script in started:
-            script.kill()
-
-
 def workers(
     backend: str, addresses: list[str], *indices: int, seconds: int = 60, **more: str
 ) -> list[dict[str, str]]:
@@ -86,10 +74,10 @@ def workers(
     return [base | {"TF_CONFIG": tf_config(addresses, index)} for index in indices]
 
 
-def said_by(started: list[Script]) -> str:
-    for script in started:
+def said_by(begun: list[Script]) -> str:
+    for script in begun:
         script.wait()
-    return "\n".join(script.stdout() + script.stderr() for script in started)
+    return "\n".join(script.stdout() + script.stderr() for script in begun)
 
 
 def error_of(function: Callable[[], object]) -> str:
@@ -102,8 +90,8 @@ def error_of(function: Callable[[], object]) -> str:
 
 
 def a_worker_is_missing(folder: Path, backend: str) -> str:
-    with scripts(folder, JOIN, workers(backend, local_addresses(2), 0, seconds=6)) as started:
-        return said_by(started)
+    with started(folder, JOIN, workers(backend, local_addresses(2), 0, seconds=6)) as begun:
+        return said_by(begun)
 
 
 @contextlib.contextmanager
@@ -121,14 +109,14 @@ def port_that_is_closed(folder: Path, backend: str) -> str:
         (env,) = workers("torch", [chief, *local_addresses(1)], 1, seconds=6)
         cluster = discover(environ=env)
         line = examination.missing_line(cluster, joining.missing_error(cluster, 115, [0]))
-        with scripts(folder, JOIN, [env]) as started:
-            return "\n".join([line.text(), line.says, said_by(started)])
+        with started(folder, JOIN, [env]) as begun:
+            return "\n".join([line.text(), line.says, said_by(begun)])
 
 
 def further_ports_that_are_closed(folder: Path, backend: str) -> str:
     source = "from kdist.backends.torch import lifeline\nconnect = lifeline.connect_to_chief\n"
     source += "lifeline.connect_to_chief = lambda host, port, *more: connect(host, 1, *more)\n" + JOIN
-    with scripts(folder, source, workers("torch", local_addresses(2), 0, 1)) as (_, other):
+    with started(folder, source, workers("torch", local_addresses(2), 0, 1)) as (_, other):
         return said_by([other])
 
 
@@ -165,8 +153,8 @@ def host_of_somebody_else(folder: Path, backend: str) -> str:
 
 def two_of_one_index(folder: Path, backend: str) -> str:
     addresses = local_addresses(3)
-    with scripts(folder, JOIN, workers("torch", addresses, 0, 1, 1, seconds=2)) as started:
-        return said_by(started)
+    with started(folder, JOIN, workers("torch", addresses, 0, 1, 1, seconds=2)) as begun:
+        return said_by(begun)
 
 
 def wrong_tf_config(folder: Path, backend: str) -> str:
@@ -175,8 +163,8 @@ def wrong_tf_config(folder: Path, backend: str) -> str:
 
 def joined_too_late(folder: Path, backend: str) -> str:
     source = "import keras\nkeras.ops.sum(keras.ops.ones(3))\n" + JOIN
-    with scripts(folder, source, workers("jax", local_addresses(2), 0, 1, seconds=5)) as started:
-        return said_by(started)
+    with started(folder, source, workers("jax", local_addresses(2), 0, 1, seconds=5)) as begun:
+        return said_by(begun)
 
 
 def different_devices(folder: Path, backend: str) -> str:
@@ -186,15 +174,13 @@ def different_devices(folder: Path, backend: str) -> str:
         env | {"WHO": str(who)}
         for who, env in enumerate(workers("jax", local_addresses(2), 0, 1, seconds=20))
     ]
-    with scripts(folder, source, envs) as started:
-        return said_by(started)
+    with started(folder, source, envs) as begun:
+        return said_by(begun)
 
 
 def backend_that_is_unknown(folder: Path, backend: str) -> str:
-    with scripts(
-        folder, "import kdist\nkdist.MirroredStrategy()\n", [{"KERAS_BACKEND": "theano"}]
-    ) as started:
-        return said_by(started)
+    with started(folder, "import kdist\nkdist.MirroredStrategy()\n", [{"KERAS_BACKEND": "theano"}]) as begun:
+        return said_by(begun)
 
 
 def no_such_script(folder: Path, backend: str) -> str:
@@ -205,11 +191,11 @@ def no_such_script(folder: Path, backend: str) -> str:
 
 
 def a_worker_is_killed(folder: Path, backend: str) -> str:
-    with scripts(folder, TRAIN, workers(backend, local_addresses(2), 0, 1)) as started:
-        for script in started:
+    with started(folder, TRAIN, workers(backend, local_addresses(2), 0, 1)) as begun:
+        for script in begun:
             script.wait_for("TRAINS")
-        started[1].process.kill()
-        return said_by(started)
+        begun[1].process.kill()
+        return said_by(begun)
 
 
 def a_worker_hangs(folder: Path, backend: str) -> str:
@@ -218,9 +204,9 @@ def a_worker_hangs(folder: Path, backend: str) -> str:
         "KDIST_HEARTBEAT_TIMEOUT": "1",
         "KDIST_INJECT": "hang:worker=1,step=3",
     }
-    with scripts(folder, TRAIN, workers(backend, local_addresses(2), 0, 1, **limits)) as started:
-        said = said_by(started)
-        assert started[1].exit_code == liveness.STALLED == 70
+    with started(folder, TRAIN, workers(backend, local_addresses(2), 0, 1, **limits)) as begun:
+        said = said_by(begun)
+        assert begun[1].exit_code == liveness.STALLED == 70
         return said
 
 
@@ -245,7 +231,7 @@ def exit_137(folder: Path, backend: str) -> str:
 
 
 def interrupted(folder: Path, backend: str, number: int = signal.SIGINT) -> str:
-    command = (sys.executable, "-m", "kdist", "run", "-n", "2")
+    command = (*RUN, "-n", "2")
     job = Script(folder, "train", ENDS + "print('READY', flush=True)\ntime.sleep(60)\n", {}, command)
     try:
         job.wait_for("READY")

@@ -15,7 +15,7 @@ import numpy as np
 
 import kdist
 from kdist.doctor import machines, probes
-from tests.processes import strategy
+from tests.helpers.processes import strategy
 
 
 def provoke(name: str, folder: str) -> str:

@@ -12,9 +12,9 @@ import threading
 import numpy as np
 import pytest
 
-from tests import by_hand
-from tests.environment import clean_environment
-from tests.processes import Script
+from tests.helpers import by_hand
+from tests.helpers.environment import clean_environment
+from tests.helpers.scripts import Script
 
 TIMEOUT = 120
 # Starts the tasks of a step on this machine, as srun does, with the variables that it sets.
@@ -129,7 +129,7 @@ def test_two_workers_train_on_after_a_failure(sbatch, forks, tmp_path):
     done = sbatch(
         """
         import keras, kdist, os
-        from tests import by_hand
+        from tests.helpers import by_hand
 
         strategy = kdist.MultiWorkerMirroredStrategy()
         with strategy.scope():

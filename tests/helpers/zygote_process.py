@@ -1,6 +1,6 @@
 """The processes that fork others: they have imported much, and have computed nothing.
 
-`tests/zygote.py` starts the first, which has imported the frameworks, and talks to it. What it forks is a worker, a
+`zygote.py` starts the first, which has imported the frameworks, and talks to it. What it forks is a worker, a
 script, or a zygote again, that imports more: Keras with one backend, and then what is kdist's. A zygote is
 single-threaded, and a child leaves its loop at once, so that what it runs has the main thread as in a process of its
 own.

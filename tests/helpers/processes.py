@@ -1,8 +1,8 @@
-"""Worker processes that the test modules share, and scripts in processes of their own.
+"""Worker processes that the test modules share.
 
 The pytest process imports no framework: a module that needs one runs functions in a `WorkerPool`. A pool is
-kept for the next test of the same backend and number of workers. Workers, and scripts that run a backend, are forked
-from a process that has imported it (`tests/zygote.py`); with `--no-forks` the pools' are started as a user's are.
+kept for the next test of the same backend and number of workers. Workers are forked from a process that has imported
+the backend (`zygote.py`); with `--no-forks` they are started as a user's are.
 """
 
 from __future__ import annotations
@@ -10,25 +10,19 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-import json
 import logging
 import os
 import signal
-import subprocess
 import sys
-import textwrap
-import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 import pytest
 
-from kdist.testing import WorkerPool, Workers, free_ports
-from tests import rewriting
-from tests.environment import DESCRIBING, clean_environment
-from tests.zygote import Forked, zygote
-from tests.zygote_process import STACKS
+from kdist.testing import WorkerPool, Workers
+from tests.helpers import rewriting
+from tests.helpers.environment import DESCRIBING
+from tests.helpers.zygote import zygote
 
 BACKENDS = ("tensorflow", "jax", "torch")
 # A first step may have to compile on a busy machine; a hang ends here, with all stacks printed, and before
@@ -191,100 +185,3 @@ def _prepared_pool(num_workers: int, backend: str, env: None) -> WorkerPool:
 
 _kept = Workers(_prepared_pool)
 atexit.register(_kept.close)
-
-
-class Script:
-    """A process that runs a Python script, with its output in files.
-
-    Args:
-        folder: Where the script and its output are written, and where it runs.
-        name: Of the files.
-        source: The script.
-        env: Environment variables beyond those of a clean shell. With `KERAS_BACKEND` among them, and no `command`,
-            the process is forked from one that has imported that backend.
-        command: What runs the script; by default this Python.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        name: str,
-        source: str,
-        env: Mapping[str, str],
-        command: Sequence[str] = (),
-    ) -> None:
-        path = folder / f"{name}.py"
-        path.write_text(textwrap.dedent(source), encoding="utf-8")
-        self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
-        environment = clean_environment() | env
-        self.process: subprocess.Popen[bytes] | Forked
-        with open(self._out, "wb") as out, open(self._err, "wb") as err:
-            if not command and env.get("KERAS_BACKEND") in BACKENDS:
-                forks_from = zygote(env["KERAS_BACKEND"], plain="kdist" not in source)
-                self.process = forks_from.fork(environment, out, err, path)
-            else:
-                self.process = subprocess.Popen(
-                    [*(command or [sys.executable]), str(path)],
-                    stdout=out,
-                    stderr=err,
-                    stdin=subprocess.DEVNULL,
-                    env=environment,
-                    cwd=folder,
-                )
-
-    def wait(self, timeout: float = TIMEOUT) -> int:
-        """Waits for the end; returns the exit code."""
-        try:
-            return self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            if isinstance(self.process, Forked):
-                self.process.send_signal(STACKS)
-                time.sleep(2)  # it writes its stacks
-            raise AssertionError(
-                f"Not finished within {timeout:g} s:\n{self.stdout()}\n{self.stderr()}"
-            ) from None
-
-    def wait_for(self, text: str, timeout: float = TIMEOUT) -> None:
-        """Waits until the script has printed something."""
-        deadline = time.monotonic() + timeout
-        while text not in self.stdout():
-            assert self.process.poll() is None, self.stdout() + self.stderr()
-            assert time.monotonic() < deadline, self.stdout() + self.stderr()
-            time.sleep(0.02)
-
-    @property
-    def exit_code(self) -> int | None:
-        """The exit code, or `None` while it runs."""
-        return self.process.poll()
-
-    @property
-    def ended_at(self) -> float:
-        """When a forked process ended, by `time.monotonic()`."""
-        assert isinstance(self.process, Forked)
-        return self.process.ended_at
-
-    def stdout(self) -> str:
-        """What it has printed so far."""
-        return self._out.read_text(encoding="utf-8", errors="replace")
-
-    def stderr(self) -> str:
-        """What it has written to stderr so far."""
-        return self._err.read_text(encoding="utf-8", errors="replace")
-
-    def kill(self) -> None:
-        """Ends the process if it has not ended."""
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait(10)
-
-
-def tf_config(addresses: Sequence[str], index: int, **task: Any) -> str:
-    """The value of `TF_CONFIG` for one worker."""
-    return json.dumps(
-        {"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": index} | task}
-    )
-
-
-def local_addresses(number: int) -> list[str]:
-    """Addresses of this machine whose ports are free."""
-    return [f"127.0.0.1:{port}" for port in free_ports(number)]

@@ -24,11 +24,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from tests.environment import ROOT, clean_environment
+from tests.helpers.environment import ROOT, clean_environment
 
 # What a first use would import: children would each do so for themselves.
 _FRAMEWORKS = (
-    "tests.rewriting",
+    "tests.helpers.rewriting",
     "numpy",
     "cloudpickle",
     "torch",
@@ -206,7 +206,7 @@ def zygote(backend: str, plain: bool) -> Zygote:
 def _own(backend: str, plain: bool) -> Zygote:
     env = {"KERAS_BACKEND": backend}
     if plain:
-        grappler = ("tests.without_grappler",) if is_quick and backend == "tensorflow" else ()
+        grappler = ("tests.helpers.without_grappler",) if is_quick and backend == "tensorflow" else ()
         return Zygote(functools.partial(_fork, _frameworks(), (*_installed(_KERAS), *grappler), env))
     modules = (*_KDIST, f"kdist.backends.{backend}.backend")
     return Zygote(functools.partial(_fork, _own(backend, True), modules, env))
@@ -218,7 +218,7 @@ def _frameworks() -> Zygote:
 
 
 def _start(errors: IO[bytes], theirs: socket.socket) -> _Process:
-    script = str(ROOT / "tests" / "zygote_process.py")
+    script = str(ROOT / "tests" / "helpers" / "zygote_process.py")
     return subprocess.Popen(
         [sys.executable, script, str(theirs.fileno()), *_installed(_FRAMEWORKS)],
         stdin=subprocess.DEVNULL,

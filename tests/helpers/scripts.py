@@ -1,0 +1,183 @@
+"""Scripts in processes of their own, one or several workers. See `processes.py` for functions in kept workers.
+
+A script that runs a backend is forked from a process that has imported it (`zygote.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kdist.testing import free_ports
+from tests.helpers.environment import clean_environment
+from tests.helpers.processes import BACKENDS, TIMEOUT
+from tests.helpers.zygote import Forked, zygote
+from tests.helpers.zygote_process import STACKS
+
+# The command of a job: `Script(folder, name, source, env, (*RUN, "-n", "2"))`.
+RUN = (sys.executable, "-m", "kdist", "run")
+
+
+class Script:
+    """A process that runs a Python script, with its output in files.
+
+    Args:
+        folder: Where the script and its output are written, and where it runs.
+        name: Of the files.
+        source: The script.
+        env: Environment variables beyond those of a clean shell. With `KERAS_BACKEND` among them, and no `command`,
+            the process is forked from one that has imported that backend.
+        command: What runs the script; by default this Python.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        source: str,
+        env: Mapping[str, str],
+        command: Sequence[str] = (),
+    ) -> None:
+        path = folder / f"{name}.py"
+        path.write_text(textwrap.dedent(source), encoding="utf-8")
+        self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
+        environment = clean_environment() | env
+        self.process: subprocess.Popen[bytes] | Forked
+        with open(self._out, "wb") as out, open(self._err, "wb") as err:
+            if not command and env.get("KERAS_BACKEND") in BACKENDS:
+                forks_from = zygote(env["KERAS_BACKEND"], plain="kdist" not in source)
+                self.process = forks_from.fork(environment, out, err, path)
+            else:
+                self.process = subprocess.Popen(
+                    [*(command or [sys.executable]), str(path)],
+                    stdout=out,
+                    stderr=err,
+                    stdin=subprocess.DEVNULL,
+                    env=environment,
+                    cwd=folder,
+                )
+
+    def wait(self, timeout: float = TIMEOUT) -> int:
+        """Waits for the end; returns the exit code."""
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            if isinstance(self.process, Forked):
+                self.process.send_signal(STACKS)
+                time.sleep(2)  # it writes its stacks
+            raise AssertionError(
+                f"Not finished within {timeout:g} s:\n{self.stdout()}\n{self.stderr()}"
+            ) from None
+
+    def finish(self, timeout: float = TIMEOUT, code: int = 0) -> Script:
+        """Waits for the end, which must come with this exit code; returns the script, which no longer runs."""
+        with self:
+            assert self.wait(timeout) == code, self.output()
+        return self
+
+    def told(self, after: str = "") -> Any:
+        """The JSON that it has printed: in its last line, or after some text, which one line contains."""
+        lines = self.stdout().splitlines()
+        if after:
+            (line,) = [line.partition(after)[2] for line in lines if after in line]
+        else:
+            line = lines[-1]
+        return json.loads(line)
+
+    def __enter__(self) -> Script:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+
+    def wait_for(self, text: str, timeout: float = TIMEOUT) -> None:
+        """Waits until the script has printed something."""
+        deadline = time.monotonic() + timeout
+        while text not in self.stdout():
+            assert self.process.poll() is None, self.stdout() + self.stderr()
+            assert time.monotonic() < deadline, self.stdout() + self.stderr()
+            time.sleep(0.02)
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code, or `None` while it runs."""
+        return self.process.poll()
+
+    @property
+    def ended_at(self) -> float:
+        """When a forked process ended, by `time.monotonic()`."""
+        assert isinstance(self.process, Forked)
+        return self.process.ended_at
+
+    def stdout(self) -> str:
+        """What it has printed so far."""
+        return self._out.read_text(encoding="utf-8", errors="replace")
+
+    def stderr(self) -> str:
+        """What it has written to stderr so far."""
+        return self._err.read_text(encoding="utf-8", errors="replace")
+
+    def output(self) -> str:
+        """Both."""
+        return self.stdout() + self.stderr()
+
+    def kill(self) -> None:
+        """Ends the process if it has not ended."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(10)
+
+
+def tf_config(addresses: Sequence[str], index: int, **task: Any) -> str:
+    """The value of `TF_CONFIG` for one worker."""
+    return json.dumps(
+        {"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": index} | task}
+    )
+
+
+def local_addresses(number: int) -> list[str]:
+    """Addresses of this machine whose ports are free."""
+    return [f"127.0.0.1:{port}" for port in free_ports(number)]
+
+
+def environments_of(backend: str, addresses: Sequence[str] | int = 2, **env: str) -> list[dict[str, str]]:
+    """The environment of each worker of a cluster on this machine. A script finds its index in `RANK_HERE`.
+
+    Args:
+        backend: Of all workers.
+        addresses: Of the workers, or how many workers there are.
+        **env: Further variables.
+    """
+    if isinstance(addresses, int):
+        addresses = local_addresses(addresses)
+    return [
+        {"KERAS_BACKEND": backend, "TF_CONFIG": tf_config(addresses, index), "RANK_HERE": str(index), **env}
+        for index in range(len(addresses))
+    ]
+
+
+@contextlib.contextmanager
+def started(
+    folder: Path, source: str, environments: Iterable[Mapping[str, str]], command: Sequence[str] = ()
+) -> Iterator[list[Script]]:
+    """Runs a script once in each environment, as "worker0", "worker1" and so on; ends them with the block."""
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(Script(folder, f"worker{index}", source, env, command))
+            for index, env in enumerate(environments)
+        ]
+
+
+def finished(
+    folder: Path, source: str, environments: Iterable[Mapping[str, str]], timeout: float = TIMEOUT
+) -> list[Script]:
+    """Runs a script once in each environment, all at once; returns the scripts, which have all ended with 0."""
+    with started(folder, source, environments) as scripts:
+        return [script.finish(timeout) for script in scripts]
