@@ -128,7 +128,7 @@ class ReplicaContext:
             options: A `kdist.experimental.CommunicationOptions`. Ignored: the options of the strategy apply.
 
         Returns:
-            A structure like `value`. The dtypes are those of `Strategy.reduce`: a `SUM` counts Booleans, and
+            A structure like `value`. `Strategy.reduce` returns the same dtypes: a `SUM` counts Booleans, and
             the `MEAN` of integers is floating point.
 
         Raises:

@@ -86,11 +86,14 @@ def in_worker_stop(where, who):
         if rank() == who and batch == 1:
             model.stop_training = True
 
+    on_the_object = keras.callbacks.Callback()
+    on_the_object.on_train_batch_end = by_lambda
     callbacks = {
         "batch": [Stopper()],
         "epoch": [Stopper()],
         "only epochs": [OnlyEpochs()],
         "lambda": [keras.callbacks.LambdaCallback(on_train_batch_end=by_lambda)],
+        "on the object": [on_the_object],
     }[where]
     with strategy().scope():
         model = make_model()
@@ -103,12 +106,18 @@ def in_worker_stop(where, who):
     )
 
 
-@pytest.mark.kills(stop_on_one_worker="[other-torch]")
+@pytest.mark.kills(stop_by_a_function_on_the_object="[other-torch]", stop_on_one_worker="[other-torch]")
 @each_backend
 @pytest.mark.parametrize("who", [0, 1], ids=["chief", "other"])
 def test_stop_training_on_one_worker_stops_all_at_the_same_step(backend, who):
     # 24 rows in batches of 4 are six steps an epoch.
-    expected = {"batch": (2, 8), "epoch": (2, 12), "only epochs": (2, 12), "lambda": (1, 2)}
+    expected = {
+        "batch": (2, 8),
+        "epoch": (2, 12),
+        "only epochs": (2, 12),
+        "lambda": (1, 2),
+        "on the object": (1, 2),
+    }
     for where, (epochs, steps) in expected.items():
         results = run(backend, 2, in_worker_stop, where, who)
         assert [r[:2] for r in results] == [(epochs, steps)] * 2, where

@@ -98,7 +98,9 @@ def first_of_py_dataset(iterator: EpochIterator) -> tuple[object, ...] | None:
 
     if not isinstance(iterator.data_adapter, PyDatasetAdapter):
         return None
-    return iterator.data_adapter._standardize_batch(iterator.data_adapter.py_dataset[0])
+    dataset = iterator.data_adapter.py_dataset
+    dataset.on_epoch_begin()  # it may prepare the batches there
+    return iterator.data_adapter._standardize_batch(dataset[0])
 
 
 def release(iterator: EpochIterator) -> None:

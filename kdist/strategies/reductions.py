@@ -124,8 +124,8 @@ def _reduce_leaf(
     if len(runtime.devices) > 1 and not isinstance(leaf, DistributedValues):
         if runtime.num_workers == 1:
             return _reduce_equal(op, leaf, axis)
-        # `run` returns one number if the replicas of this worker return equal ones. Those of other workers may
-        # differ, so every worker must take part in the sum.
+        # `run` returns one number if the replicas of this worker return equal numbers. Other workers may have
+        # different numbers, so every worker must take part in the sum.
         leaf = PerReplica([leaf] * len(runtime.devices))
     if by_own is not None and axis is None:
         return by_own(op, _summands(runtime, op, leaf))

@@ -74,7 +74,7 @@ def fit(
                     sample_weight=sample_weight,
                     batch_size=batch_size,
                     steps_per_epoch=steps_per_epoch,
-                    epochs=epochs,
+                    epochs=epochs - initial_epoch,
                     shuffle=shuffle,
                     class_weight=class_weight,
                 ),

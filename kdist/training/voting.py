@@ -42,21 +42,22 @@ class Ballot:
         return agree_to_stop(self._runtime, stop) if self._votes_after_batch else stop
 
 
-def _decides_alike(callback: keras.callbacks.Callback) -> bool:
-    kind = type(callback)
-    return kind.__module__.startswith(("keras.", "kdist.")) and kind.__name__ != "LambdaCallback"
-
-
 _BATCH_METHODS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+
+
+def _decides_alike(callback: keras.callbacks.Callback) -> bool:
+    has_own_functions = any(name in vars(callback) for name in _BATCH_METHODS)
+    return type(callback).__module__.startswith(("keras.", "kdist.")) and not has_own_functions
 
 
 def _acts_on_batches(callback: keras.callbacks.Callback) -> bool:
     import keras
 
-    if isinstance(callback, keras.callbacks.LambdaCallback):
-        return True  # its functions are attributes, not methods of the class
-    base = keras.callbacks.Callback
-    return any(getattr(type(callback), name, None) is not getattr(base, name) for name in _BATCH_METHODS)
+    # Functions can also be set on the object, as `LambdaCallback` does, and have no `__func__` then.
+    methods = [
+        (getattr(callback, name, None), getattr(keras.callbacks.Callback, name)) for name in _BATCH_METHODS
+    ]
+    return any(getattr(method, "__func__", method) is not base for method, base in methods)
 
 
 def agree_to_stop(runtime: Runtime, stop: bool) -> bool:

@@ -166,6 +166,33 @@ def test_the_position_after_an_epoch_of_fit(backend, kind):
         assert end == {"epoch": 3, "step": 0}
 
 
+def in_worker_prepared_in_time():
+    import keras
+
+    class Prepared(keras.utils.PyDataset):
+        def __len__(self):
+            return 3
+
+        def on_epoch_begin(self):
+            self.x, self.y = arrays(12)
+
+        def __getitem__(self, index):
+            return self.x[4 * index : 4 * index + 4], self.y[4 * index : 4 * index + 4]
+
+    with strategy().scope():
+        model = keras.Sequential([keras.layers.Dense(1)])  # not built, so that `fit` looks at a batch first
+        model.compile("sgd", "mse")
+    history = model.fit(Prepared(), epochs=2, verbose=0).history["loss"]
+    return history, model.evaluate(Prepared(), verbose=0)
+
+
+@each_backend
+def test_a_py_dataset_that_prepares_its_batches_when_an_epoch_begins(backend):
+    (history, loss), other = run(backend, 2, in_worker_prepared_in_time)
+    assert len(history) == 2 and history[0] > history[1] > loss
+    assert other == (history, loss)
+
+
 def in_worker_stop_early():
     import keras
 
