@@ -25,6 +25,7 @@ def in_worker_all_reduce(num_replicas):
             "mean": [reduce(op, vector) for op in (kdist.ReduceOp.MEAN, "mean")],
             "means of integers": reduce("MEAN", [*small, integer]),
             "sums of small": reduce("SUM", small),
+            "sum of nothing": reduce("SUM", vector[:0]),
             "structure": reduce("SUM", {"a": [vector, None], "b": (integer,)}),
             "number": reduce("SUM", 2.0),
             "twice": reduce("SUM", reduce("SUM", vector)),
@@ -55,6 +56,7 @@ def test_all_reduce_gives_every_replica_the_result(backend, num_workers, num_rep
             assert flags.tolist() == [num_replicas, 1] and flags.dtype == "int32"
             overflow = np.full(num_replicas, 100, "int8").sum(dtype="int8")
             assert numbers.tolist() == [overflow, ids.sum()] and numbers.dtype == "int8"
+            assert found["sum of nothing"].shape == (0,)
             assert found["structure"]["a"][1] is None
             (integer,) = found["structure"]["b"]
             assert integer == 3 * ids.sum() and integer.dtype == "int32"

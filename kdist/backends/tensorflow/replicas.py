@@ -49,7 +49,13 @@ class TensorFlowReplica(Replica):
         sent = [tf.identity(t) if t.dtype.is_floating else tf.cast(t, tf.float64) for t in tensors]
         context = tf.distribute.get_replica_context()
         # One call per tensor, because TensorFlow concatenates the tensors of a call even if dtypes differ.
-        sums = [context.all_reduce(tf.distribute.ReduceOp.SUM, tensor) for tensor in sent]
+        # None for an empty tensor, which would crash TensorFlow's kernel for the devices of one worker.
+        sums = [
+            tensor
+            if tensor.shape.num_elements() == 0
+            else context.all_reduce(tf.distribute.ReduceOp.SUM, tensor)
+            for tensor in sent
+        ]
         return [tf.cast(total, tensor.dtype) for total, tensor in zip(sums, tensors, strict=True)]
 
     def _require_no_xla(self) -> None:
