@@ -65,6 +65,8 @@ def test_all_reduce_gives_every_replica_the_result(backend, num_workers, num_rep
 
 
 def in_worker_all_gather(num_replicas):
+    import keras
+
     s = strategy(num_replicas)
     rows = per_replica(s, lambda i: np.arange(4, dtype="float32").reshape(2, 2) + 10 * i)
     integers = per_replica(s, lambda i: np.array([i, -i], "int32"))
@@ -79,6 +81,7 @@ def in_worker_all_gather(num_replicas):
             "axis 0": gather(rows, axis=0),
             "axis 1": gather(rows, axis=1),
             "axis -1": gather(rows, axis=-1),
+            "bfloat16": keras.ops.cast(gather(keras.ops.cast(rows, "bfloat16"), axis=0), "float32"),
             "structure": gather([integers, (None, rows)], axis=0),
         }
 
@@ -97,7 +100,8 @@ def test_all_gather_gives_every_replica_all_rows(backend, num_workers, num_repli
     ids = range(num_replicas)
     rows = [np.arange(4.0).reshape(2, 2) + 10 * i for i in ids]
     for even, uneven in on_replicas(backend, num_workers, num_replicas, in_worker_all_gather):
-        np.testing.assert_array_equal(even["axis 0"], np.concatenate(rows))
+        for name in ("axis 0", "bfloat16"):
+            np.testing.assert_array_equal(even[name], np.concatenate(rows))
         np.testing.assert_array_equal(even["axis 1"], np.concatenate(rows, axis=1))
         np.testing.assert_array_equal(even["axis -1"], np.concatenate(rows, axis=1))
         integers, (none, again) = even["structure"]

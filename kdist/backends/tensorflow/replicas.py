@@ -116,7 +116,10 @@ class TensorFlowReplica(Replica):
         """Gathers with `tf.distribute`, which supports gradients."""
         self._require_no_xla()
         self.note(f"all_gather(axis={axis})", [])
-        sent = tf.identity(tensor) if tensor.dtype.is_floating else tf.cast(tensor, tf.float64)
+        if tensor.dtype == tf.bfloat16:  # TensorFlow cannot gather it between workers
+            sent = tf.cast(tensor, tf.float32)
+        else:
+            sent = tf.identity(tensor) if tensor.dtype.is_floating else tf.cast(tensor, tf.float64)
         return tf.cast(tf.distribute.get_replica_context().all_gather(sent, axis), tensor.dtype)
 
     def apply_gradients(self, apply: Callable[[], object]) -> object:
