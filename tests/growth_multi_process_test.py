@@ -92,4 +92,5 @@ def test_a_job_does_not_grow(backend, tmp_path):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
 def test_a_long_job_does_not_grow(backend, tmp_path):
-    check(backend, tmp_path, 20, 50, 5, 10)
+    # On TensorFlow, Keras itself keeps a batch of each `fit` with a generator, also without kdist.
+    check(backend, tmp_path, 20, 50, 1 if backend == "tensorflow" else 5, 10)

@@ -49,6 +49,8 @@ class Store:
         self._optimizers: dict[str, keras.optimizers.Optimizer] = {}
         # Updates that were applied, of closures that can still be repeated.
         self._made: set[tuple[int, int]] = set()
+        # Closures below this index are done. Their updates can still arrive late from a worker that was taken as lost.
+        self._oldest = 0
         self._clock = 0
         self._lock = threading.Lock()
 
@@ -137,7 +139,7 @@ class Store:
         closure = tuple(header["closure"])
         found = iter(arrays)
         with self._lock:
-            if closure in self._made:
+            if closure[0] < self._oldest or closure in self._made:
                 return {"again": True}, ()
             gradients = [
                 (one, [self._gradient(key, kind, found) for key, kind in one["keys"]])
@@ -151,7 +153,8 @@ class Store:
             for key in header["values"]:
                 self._write(key, next(found))
             self._made.add(closure)
-            self._made = {one for one in self._made if one[0] >= header["oldest"]}
+            self._oldest = max(self._oldest, header["oldest"])
+            self._made = {one for one in self._made if one[0] >= self._oldest}
             return {"again": False}, ()
 
     def _gradient(self, key: str, kind: str, found: Iterator[np.ndarray]) -> np.ndarray:

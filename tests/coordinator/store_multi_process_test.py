@@ -77,6 +77,19 @@ def test_what_is_repeated_counts_once(backend: str) -> None:
     np.testing.assert_array_equal(run(backend, 1, repeated)[0], [2, 2])
 
 
+def late() -> Any:
+    store = new_store({"a": np.zeros(2, "float32")})
+    for closure, oldest in ((0, 0), (1, 1), (0, 0), (2, 0), (0, 0), (1, 0)):  # only 1 tells that 0 has ended
+        commit(store, closure, oldest, differences=["a"], arrays=[np.ones(2, "float32")])
+    return pull(store, ["a"])[1][0]
+
+
+@pytest.mark.kills("servers_late_closure_counts_twice")
+@each_own_engine
+def test_what_is_repeated_after_its_end_counts_once(backend: str) -> None:
+    np.testing.assert_array_equal(run(backend, 1, late)[0], [3, 3])
+
+
 def versions() -> Any:
     store = new_store({"a": np.zeros(2, "float32"), "b": np.ones(3, "float32")})
     header, arrays = pull(store, ["a", "b"])

@@ -7,7 +7,7 @@ import pytest
 
 import kdist
 from tests.helpers.processes import start_pool, strategy
-from tests.loops.clusters import each_cluster, numpy_of, on_workers, per_replica
+from tests.loops.clusters import each_cluster, each_cluster_of, numpy_of, on_workers, per_replica
 
 # Reduce -------------------------------------------------------------------------------------------------------
 
@@ -234,3 +234,20 @@ def test_gather_concatenates(backend, num_workers, num_replicas):
         assert none is None
         np.testing.assert_array_equal(found["structure"]["b"], np.concatenate([2 * x[:, 0] for x in even]))
         np.testing.assert_array_equal(found["empty"], np.ones((2, 2)))
+
+
+def in_worker_gather_strings(num_replicas):
+    s = strategy(num_replicas)
+    words = per_replica(s, lambda i: np.array([f"{i}é", "b" * i][: 2 - i % 2]))
+    found = numpy_of(s.gather(words, axis=0)).tolist()
+    if len(s.runtime.devices) == 1:
+        with pytest.raises(kdist.errors.UnsupportedError, match="strings"):
+            kdist.function(lambda: s.gather(words, axis=0))()
+    return found
+
+
+@each_cluster_of("tensorflow")  # the others have no strings
+def test_gather_concatenates_strings(backend, num_workers, num_replicas):
+    words = [text.encode() for i in range(num_replicas) for text in [f"{i}é", "b" * i][: 2 - i % 2]]
+    for found in on_workers(backend, num_workers, num_replicas, in_worker_gather_strings):
+        assert found == words

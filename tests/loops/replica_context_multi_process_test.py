@@ -25,6 +25,7 @@ def in_worker_all_reduce(num_replicas):
             "mean": [reduce(op, vector) for op in (kdist.ReduceOp.MEAN, "mean")],
             "means of integers": reduce("MEAN", [*small, integer]),
             "sums of small": reduce("SUM", small),
+            "sum of nothing": reduce("SUM", vector[:0]),
             "structure": reduce("SUM", {"a": [vector, None], "b": (integer,)}),
             "number": reduce("SUM", 2.0),
             "twice": reduce("SUM", reduce("SUM", vector)),
@@ -55,6 +56,7 @@ def test_all_reduce_gives_every_replica_the_result(backend, num_workers, num_rep
             assert flags.tolist() == [num_replicas, 1] and flags.dtype == "int32"
             overflow = np.full(num_replicas, 100, "int8").sum(dtype="int8")
             assert numbers.tolist() == [overflow, ids.sum()] and numbers.dtype == "int8"
+            assert found["sum of nothing"].shape == (0,)
             assert found["structure"]["a"][1] is None
             (integer,) = found["structure"]["b"]
             assert integer == 3 * ids.sum() and integer.dtype == "int32"
@@ -63,6 +65,8 @@ def test_all_reduce_gives_every_replica_the_result(backend, num_workers, num_rep
 
 
 def in_worker_all_gather(num_replicas):
+    import keras
+
     s = strategy(num_replicas)
     rows = per_replica(s, lambda i: np.arange(4, dtype="float32").reshape(2, 2) + 10 * i)
     integers = per_replica(s, lambda i: np.array([i, -i], "int32"))
@@ -77,6 +81,7 @@ def in_worker_all_gather(num_replicas):
             "axis 0": gather(rows, axis=0),
             "axis 1": gather(rows, axis=1),
             "axis -1": gather(rows, axis=-1),
+            "bfloat16": keras.ops.cast(gather(keras.ops.cast(rows, "bfloat16"), axis=0), "float32"),
             "structure": gather([integers, (None, rows)], axis=0),
         }
 
@@ -95,7 +100,8 @@ def test_all_gather_gives_every_replica_all_rows(backend, num_workers, num_repli
     ids = range(num_replicas)
     rows = [np.arange(4.0).reshape(2, 2) + 10 * i for i in ids]
     for even, uneven in on_replicas(backend, num_workers, num_replicas, in_worker_all_gather):
-        np.testing.assert_array_equal(even["axis 0"], np.concatenate(rows))
+        for name in ("axis 0", "bfloat16"):
+            np.testing.assert_array_equal(even[name], np.concatenate(rows))
         np.testing.assert_array_equal(even["axis 1"], np.concatenate(rows, axis=1))
         np.testing.assert_array_equal(even["axis -1"], np.concatenate(rows, axis=1))
         integers, (none, again) = even["structure"]

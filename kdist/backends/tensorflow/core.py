@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
+from kdist.arrays.gathering import gather_rows
 from kdist.backends.contract import Runtime
 from kdist.backends.tensorflow.components import Components
 from kdist.backends.tensorflow.workers import Workers
+from kdist.errors import UnsupportedError
 from kdist.topology import Central, Topology
 
 if TYPE_CHECKING:
@@ -124,6 +126,14 @@ class TensorFlowCore(Runtime):
         """Concatenates the rows of the workers' tensors. Row counts can differ."""
         if self.num_workers == 1:
             return tensor
+        if tensor.dtype == tf.string:  # TensorFlow cannot add or gather it
+            if not self.can_exchange:
+                raise UnsupportedError(
+                    "Cannot gather strings of several workers inside a compiled function on TensorFlow.",
+                    received={"shape": tuple(tensor.shape)},
+                    hint="Call strategy.gather outside of the function, or gather integers.",
+                )
+            return tf.constant(gather_rows(self.group, [tensor.numpy()]), tf.string)
         mine = tf.one_hot(self.worker_index, self.num_workers, dtype=tf.int32) * tf.shape(tensor)[0]
         return self.group.all_gather_rows(tensor, self.group.sum(mine))
 

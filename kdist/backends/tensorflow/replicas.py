@@ -49,7 +49,13 @@ class TensorFlowReplica(Replica):
         sent = [tf.identity(t) if t.dtype.is_floating else tf.cast(t, tf.float64) for t in tensors]
         context = tf.distribute.get_replica_context()
         # One call per tensor, because TensorFlow concatenates the tensors of a call even if dtypes differ.
-        sums = [context.all_reduce(tf.distribute.ReduceOp.SUM, tensor) for tensor in sent]
+        # None for an empty tensor, which would crash TensorFlow's kernel for the devices of one worker.
+        sums = [
+            tensor
+            if tensor.shape.num_elements() == 0
+            else context.all_reduce(tf.distribute.ReduceOp.SUM, tensor)
+            for tensor in sent
+        ]
         return [tf.cast(total, tensor.dtype) for total, tensor in zip(sums, tensors, strict=True)]
 
     def _require_no_xla(self) -> None:
@@ -110,7 +116,10 @@ class TensorFlowReplica(Replica):
         """Gathers with `tf.distribute`, which supports gradients."""
         self._require_no_xla()
         self.note(f"all_gather(axis={axis})", [])
-        sent = tf.identity(tensor) if tensor.dtype.is_floating else tf.cast(tensor, tf.float64)
+        if tensor.dtype == tf.bfloat16:  # TensorFlow cannot gather it between workers
+            sent = tf.cast(tensor, tf.float32)
+        else:
+            sent = tf.identity(tensor) if tensor.dtype.is_floating else tf.cast(tensor, tf.float64)
         return tf.cast(tf.distribute.get_replica_context().all_gather(sent, axis), tensor.dtype)
 
     def apply_gradients(self, apply: Callable[[], object]) -> object:

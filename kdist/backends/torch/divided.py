@@ -60,7 +60,7 @@ class Divided(torch.Tensor):
 
     def __init__(self, shards: DTensor, storage: Any, path: str, requires_grad: bool) -> None:
         self.shards = shards
-        self.storage = storage
+        self.kept_in = storage
         self.path = path
         self.kept = None
         self.version = 0  # changes with every write, unlike the version of the shards
@@ -79,12 +79,12 @@ class Divided(torch.Tensor):
         dtype = dtype or self.dtype
         if self.kept is not None:
             return self.kept.to(dtype)
-        replica = self.storage.replica
+        replica = self.kept_in.replica
         if replica is None:
-            self.storage.meet([self])
+            self.kept_in.meet([self])
             return _Gather.apply(self, dtype, None)
         is_differentiable = torch.is_grad_enabled() and self.requires_grad
-        recent, version = self.storage.recent, self.version
+        recent, version = self.kept_in.recent, self.version
         found = recent.get((id(self), dtype, is_differentiable), version)
         if found is None and not is_differentiable:
             found = recent.get((id(self), dtype, True), version)
@@ -100,7 +100,7 @@ class Divided(torch.Tensor):
         self.version += 1
         with torch.no_grad():
             value = whole.detach().broadcast_to(self.shape)
-            self.to_local().copy_(self.storage.part_of(value, self.shards.placements))
+            self.to_local().copy_(self.kept_in.part_of(value, self.shards.placements))
 
     @classmethod
     def __torch_function__(
@@ -141,7 +141,7 @@ class Divided(torch.Tensor):
     ) -> object:
         """Called only by PyTorch's autograd, which detaches the tensor."""
         if func is torch.ops.aten.detach.default:
-            return Divided(args[0].shards, args[0].storage, args[0].path, False)
+            return Divided(args[0].shards, args[0].kept_in, args[0].path, False)
         args, kwargs = tree_map_only(Divided, lambda p: p.whole().detach(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -161,7 +161,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, parameter: Divided, dtype: torch.dtype, replica: Replica | None) -> torch.Tensor:
         ctx.parameter, ctx.replica = parameter, replica
         part, places = parameter.to_local().to(dtype), parameter.shards.placements
-        return parameter.storage.gather(part, places, parameter.shape)
+        return parameter.kept_in.gather(part, places, parameter.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -174,7 +174,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradient: torch.Tensor, parameter: Divided, replica: Replica | None) -> DTensor:
         ctx.parameter, ctx.weight = parameter, 1.0 if replica is None else replica.gradient_weight
-        places, storage = parameter.shards.placements, parameter.storage
+        places, storage = parameter.shards.placements, parameter.kept_in
         gradient = gradient.to(parameter.dtype)
         if replica is None:
             part = storage.part_of(gradient, places)
@@ -184,7 +184,7 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        storage, places = ctx.parameter.storage, ctx.parameter.shards.placements
+        storage, places = ctx.parameter.kept_in, ctx.parameter.shards.placements
         part = gradient.redistribute(placements=places).to_local() if isinstance(gradient, DTensor) else None
         whole = gradient if part is None else storage.gather(part, places, gradient.shape)
         return whole * ctx.weight, None, None

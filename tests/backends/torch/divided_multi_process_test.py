@@ -149,6 +149,7 @@ def test_whoever_reads_or_writes_a_divided_variable_sees_it_whole():
             copy.deepcopy(parameter).detach().numpy(),
             (kernel * 1.0).detach().numpy(),
             parameter.to(torch.float64).float().detach().numpy(),
+            np.reshape(parameter.storage().tolist(), (6, 4)),
         ):
             np.testing.assert_array_equal(whole, value)
         kernel.assign_add(np.ones((6, 4)))
