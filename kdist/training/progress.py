@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +28,6 @@ class Progress:
         self._batches = batches
         self._callbacks = list(callbacks.callbacks)
         self._restored: Mapping[str, Any] | None = None
-        self._history: list[Any] = []
         self.epoch = epoch
         """The current epoch, or the next one between epochs."""
         self.step = 0
@@ -54,10 +54,8 @@ class Progress:
         self.step = end + 1
         self.is_resumed = False
 
-    def after_epoch(self, logs: Mapping[str, object]) -> None:
-        """Updates the position and the history after an epoch and its validation."""
-        # A separate history, because Keras only updates its own after all other callbacks.
-        self._history.append([self.epoch, dict(logs)])
+    def after_epoch(self) -> None:
+        """Updates the position after an epoch and its validation."""
         self.epoch, self.step = self.epoch + 1, 0
         self.is_resumed = False
 
@@ -69,11 +67,15 @@ class Progress:
         return dict(gather(self._batches.runtime, self._state())[0])
 
     def _state(self) -> dict[str, object]:
+        history = self._keras_history()
         return {
             "epoch": self.epoch,
             "step": self.step,
             "data": self._batches.position(),
-            "history": [[epoch, keras.tree.map_structure(_number, logs)] for epoch, logs in self._history],
+            "history": {
+                "epoch": list(history.epoch),
+                "logs": json.loads(json.dumps(history.history, default=_plain)),
+            },
             "callbacks": [[_name(callback), _state_of(callback)] for callback in self._callbacks],
         }
 
@@ -81,7 +83,6 @@ class Progress:
         """Moves this `fit` to the position of `get_state`. Call it before the first epoch begins."""
         self.epoch, self.step = state["epoch"], state["step"]
         self.is_resumed = self.step > 0
-        self._history = list(state["history"])
         self._batches.go_to(state["data"], self.step)
         self._restored = state
 
@@ -89,11 +90,7 @@ class Progress:
         """Restores the states of the callbacks. Called after `on_train_begin`, which resets them."""
         if self._restored is None:
             return
-        keras_history = next(c for c in self._callbacks if isinstance(c, keras.callbacks.History))
-        for epoch, logs in self._history:
-            keras_history.epoch.append(epoch)
-            for name, value in logs.items():
-                keras_history.history.setdefault(name, []).append(value)
+        self._restore_history(self._restored["history"])
         # Matched by name, because a worker may have fewer callbacks than the chief.
         states = list(self._restored["callbacks"])
         for callback in self._callbacks:
@@ -102,10 +99,23 @@ class Progress:
                 states.remove(found)
                 _set_state_of(callback, found[1])
 
+    def _keras_history(self) -> keras.callbacks.History:
+        # Complete when backups are saved, because they come after it.
+        return next(c for c in self._callbacks if isinstance(c, keras.callbacks.History))
 
-def _number(value: object) -> object:
-    # A metric may be an array, for example with one value per class.
-    return keras.ops.convert_to_numpy(value).tolist()
+    def _restore_history(self, saved: Any) -> None:
+        history = self._keras_history()
+        if isinstance(saved, list):  # the logs of each epoch, in backups of earlier versions
+            names = dict.fromkeys(name for _, logs in saved for name in logs)
+            values = {name: [logs[name] for _, logs in saved if name in logs] for name in names}
+            saved = {"epoch": [epoch for epoch, _ in saved], "logs": values}
+        history.epoch, history.history = list(saved["epoch"]), dict(saved["logs"])
+
+
+def _plain(value: object) -> object:
+    # A metric may be an array, for example with one value per class. Callbacks may add any value to the logs.
+    array = keras.ops.convert_to_numpy(value)
+    return str(value) if array.dtype == object else array.tolist()
 
 
 def _name(callback: keras.callbacks.Callback) -> str:
