@@ -15,9 +15,9 @@ from kdist.training.batches import GlobalBatches
 
 # The numbers that Keras's callbacks keep from epoch to epoch.
 _REMEMBERED = {
-    "EarlyStopping": ("wait", "best", "best_epoch", "stopped_epoch"),
-    "ReduceLROnPlateau": ("wait", "best", "cooldown_counter"),
-    "ModelCheckpoint": ("best", "epochs_since_last_save"),
+    keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
+    keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
+    keras.callbacks.ModelCheckpoint: ("best", "epochs_since_last_save"),
 }
 
 
@@ -125,7 +125,7 @@ def _name(callback: keras.callbacks.Callback) -> str:
 def _state_of(callback: keras.callbacks.Callback) -> object:
     if hasattr(callback, "get_state"):
         return callback.get_state()
-    names = _REMEMBERED.get(type(callback).__name__, ())
+    names = [name for kind, names in _REMEMBERED.items() if isinstance(callback, kind) for name in names]
     values = {name: getattr(callback, name, None) for name in names}
     return {name: None if v is None else float(v) for name, v in values.items()}
 

@@ -233,6 +233,7 @@ def test_a_pass_of_several_epochs_goes_on(backend: str, steps: int, kind: str, t
 CALLBACKS = {
     "early stopping after the backup": ((), ("worse", "stops"), 2),
     "a lower rate after the backup": ((), ("worse", "lowers"), 3),
+    "a subclass": (("worse", "stops too"), (), 2),
     "a scheduler": (("schedules",), (), 2),
 }
 
@@ -246,10 +247,14 @@ def make_callback(name: str) -> Any:
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             logs["q"] = float(epoch)
 
+    class OwnStopping(keras.callbacks.EarlyStopping):
+        """A subclass keeps the counters of its base class."""
+
     watch = {"monitor": "q", "mode": "min", "patience": 2}
     made = {
         "worse": Worse,
         "stops": lambda: keras.callbacks.EarlyStopping(**watch),
+        "stops too": lambda: OwnStopping(**watch),
         "lowers": lambda: keras.callbacks.ReduceLROnPlateau(**watch),
         "schedules": lambda: keras.callbacks.LearningRateScheduler(lambda epoch: 0.05 / (epoch + 1)),
     }
