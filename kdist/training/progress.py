@@ -13,11 +13,13 @@ from kdist.backends.contract import Runtime
 from kdist.backends.messages import gather
 from kdist.training.batches import GlobalBatches
 
-# The numbers that Keras's callbacks keep from epoch to epoch.
+# What Keras's callbacks keep from epoch to epoch: numbers and flags.
 _REMEMBERED = {
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
     keras.callbacks.ModelCheckpoint: ("best", "epochs_since_last_save"),
+    # Whether the weights are swapped with their averages. Then a backup contains swapped weights.
+    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
 }
 
 

@@ -234,6 +234,7 @@ CALLBACKS = {
     "early stopping after the backup": ((), ("worse", "stops"), 2),
     "a lower rate after the backup": ((), ("worse", "lowers"), 3),
     "a subclass": (("worse", "stops too"), (), 2),
+    "swapped weights": (("swaps",), (), 2),
     "a scheduler": (("schedules",), (), 2),
 }
 
@@ -255,6 +256,7 @@ def make_callback(name: str) -> Any:
         "worse": Worse,
         "stops": lambda: keras.callbacks.EarlyStopping(**watch),
         "stops too": lambda: OwnStopping(**watch),
+        "swaps": lambda: keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
         "lowers": lambda: keras.callbacks.ReduceLROnPlateau(**watch),
         "schedules": lambda: keras.callbacks.LearningRateScheduler(lambda epoch: 0.05 / (epoch + 1)),
     }
