@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import shutil
@@ -19,6 +20,9 @@ from kdist.training.meetings import Meetings
 from kdist.training.preemption import TerminationConfig, TerminationWatch
 from kdist.training.progress import Progress
 from kdist.training.session import progress_of
+
+# The number of `fit`s that have ended in this process and deleted their backups, by directory.
+_ended: collections.Counter[str] = collections.Counter()
 
 
 class BackupAndRestore(keras.callbacks.Callback):
@@ -94,12 +98,18 @@ class BackupAndRestore(keras.callbacks.Callback):
     def on_train_begin(self, logs: Mapping[str, object] | None = None) -> None:
         """Restores the last backup, if there is one."""
         self._progress = progress_of(self.model)
+        # A new process calls `fit` from the first time on, which must not restore the backups of a later call.
+        number = _ended[os.path.abspath(self.backup_dir)]
         self._manager = CheckpointManager(
-            Checkpoint(model=self.model, fit=self._progress), self.backup_dir, max_to_keep=self.max_to_keep
+            Checkpoint(model=self.model, fit=self._progress),
+            self.backup_dir,
+            max_to_keep=self.max_to_keep,
+            checkpoint_name=f"fit-{number + 1}" if number else "ckpt",
         )
         runtime = self._manager.checkpoint.runtime()
         settle_all(runtime)
         _restore_newest(self._manager)
+        self._check_epochs(self.params.get("epochs"))
         self._saved_at = self._progress.num_steps
         self._saved_time = time.monotonic()
         self._clock = Meetings(runtime, min(1.0, self.every_seconds / 4)) if self.every_seconds else None
@@ -127,6 +137,17 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._manager.wait()
         if self.delete_checkpoint:
             _delete_all(self._manager)
+            _ended[self._manager.directory] += 1
+
+    def _check_epochs(self, epochs: int | None) -> None:
+        """Raises an error if this `fit` would train nothing and then delete the backup of another one."""
+        here = (self._progress.epoch, self._progress.step)
+        if self.delete_checkpoint and epochs is not None and here > (epochs, 0):
+            raise InvalidArgumentError(
+                "The backup is from a later epoch than the last one of this `fit`.",
+                received={"backup_dir": self.backup_dir, "epoch": here[0] + (here[1] > 0), "epochs": epochs},
+                hint="Pass a separate directory to each call of `fit`, or more epochs, or delete the backup.",
+            )
 
     def _is_time(self, progress: Progress) -> bool:
         due = isinstance(self.save_freq, int) and progress.num_steps - self._saved_at >= self.save_freq
