@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 import keras
 
-from kdist.backends.messages import gather
 from kdist.checkpoint.checkpoint import Checkpoint, settle_all
+from kdist.checkpoint.folders import gather_from
 from kdist.checkpoint.manager import CheckpointManager
 from kdist.cluster import logs
 from kdist.errors import CheckpointCorruptError, InvalidArgumentError
@@ -170,8 +170,7 @@ def _delete_all(manager: CheckpointManager) -> None:
     """Deletes the backups when all workers have finished: first the shared ones, on the chief."""
     runtime = manager.checkpoint.runtime()
     for is_turn_of_chief in (True, False):
-        if runtime is not None:
-            gather(runtime, None)
+        gather_from(runtime, None)
         if (runtime is None or runtime.worker_index == 0) == is_turn_of_chief:
             for path in manager.checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
@@ -180,8 +179,14 @@ def _delete_all(manager: CheckpointManager) -> None:
 
 
 def _restore_newest(manager: CheckpointManager) -> None:
-    """Restores the newest backup that is not corrupt."""
-    for path in reversed(manager.checkpoints):
+    """Restores the newest backup that all workers have and that is not corrupt."""
+    # With a separate directory per worker, some may have lost backups, or finished saving one more.
+    found = gather_from(manager.checkpoint.runtime(), list(map(os.path.basename, manager.checkpoints)))
+    shared = [name for name in found[0] if all(name in theirs for theirs in found)]
+    if any(found) and not shared:
+        logs.logger.warning("no backup in %s is on all workers. Training starts anew.", manager.directory)
+    for name in reversed(shared):
+        path = os.path.join(manager.directory, name)
         try:
             manager.checkpoint.restore(path)
             return

@@ -238,6 +238,35 @@ def test_a_damaged_backup_does_no_harm(how: str, backend: str, tmp_path: Path) -
         assert all("ckpt-4" in text for text in warnings[:3])
 
 
+def in_worker_lost(folder: str, worker: int, names: list[str]) -> Any:
+    """Each worker has its own directory, and one of them loses backups."""
+    import kdist
+
+    own = f"{folder}/own-{os.environ['RANK']}"
+    fit(own, 9, save_freq=2)
+    there = sorted(os.listdir(own))
+    if int(os.environ["RANK"]) == worker:
+        for name in names:
+            shutil.rmtree(f"{own}/{name}")
+    kdist.barrier()
+    # From another start than the first time, unless all start anew.
+    return there, fit(own, is_true=len(names) == 2, save_freq=2), Path(own).exists()
+
+
+@pytest.mark.kills("resume_own_newest_backup_restored")
+@pytest.mark.parametrize("worker", [0, 1])
+@pytest.mark.parametrize(("names", "begins"), [(["ckpt-4"], 6), (["ckpt-3", "ckpt-4"], 0)])
+@on("torch")
+def test_workers_resume_from_a_backup_that_all_have(
+    backend: str, names: list[str], begins: int, worker: int, tmp_path: Path
+) -> None:
+    for there, (weights, steps, _), is_left in run(backend, 2, in_worker_lost, str(tmp_path), worker, names):
+        assert there == ["ckpt-3", "ckpt-4"]
+        assert steps == list(range(begins, ALL_STEPS))
+        np.testing.assert_allclose(weights, by_hand.weights(EPOCHS), rtol=1e-5, atol=1e-6)
+        assert not is_left
+
+
 # Termination --------------------------------------------------------------------------------------------------
 
 
