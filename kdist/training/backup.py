@@ -14,7 +14,7 @@ import keras
 from kdist.checkpoint.checkpoint import Checkpoint, settle_all
 from kdist.checkpoint.folders import gather_from
 from kdist.checkpoint.manager import CheckpointManager
-from kdist.cluster import logs
+from kdist.cluster.logs import logger
 from kdist.errors import CheckpointCorruptError, InvalidArgumentError
 from kdist.training.meetings import Meetings
 from kdist.training.preemption import TerminationConfig, TerminationWatch
@@ -110,6 +110,13 @@ class BackupAndRestore(keras.callbacks.Callback):
         settle_all(runtime)
         _restore_newest(self._manager)
         self._check_epochs(self.params.get("epochs"))
+        if self._progress.has_stopped:
+            logger.info(
+                "a callback stopped the training of the backup in %s after epoch %d, so nothing is trained. "
+                "Delete the directory to train again.",
+                self._manager.directory,
+                self._progress.epoch,
+            )
         self._saved_at = self._progress.num_steps
         self._saved_time = time.monotonic()
         self._clock = Meetings(runtime, min(1.0, self.every_seconds / 4)) if self.every_seconds else None
@@ -184,14 +191,14 @@ def _restore_newest(manager: CheckpointManager) -> None:
     found = gather_from(manager.checkpoint.runtime(), list(map(os.path.basename, manager.checkpoints)))
     shared = [name for name in found[0] if all(name in theirs for theirs in found)]
     if any(found) and not shared:
-        logs.logger.warning("no backup in %s is on all workers. Training starts anew.", manager.directory)
+        logger.warning("no backup in %s is on all workers. Training starts anew.", manager.directory)
     for name in reversed(shared):
         path = os.path.join(manager.directory, name)
         try:
             manager.checkpoint.restore(path)
             return
         except CheckpointCorruptError as error:
-            logs.logger.warning(
+            logger.warning(
                 "cannot restore the backup %s. kdist tries the previous backup. "
                 "Check the storage of the directory.\n%s",
                 path,

@@ -135,7 +135,7 @@ def _train(
         callbacks.callbacks.sort(key=lambda callback: isinstance(callback, BackupAndRestore))
         # Keras's BackupAndRestore sets the initial epoch of the model, kdist's sets `progress.epoch`.
         progress.epoch = keras_hooks.initial_epoch(model) or progress.epoch
-        for epoch in range(progress.epoch, epochs):
+        for epoch in range(progress.epoch, 0 if progress.has_stopped else epochs):
             with tracing.span("epoch", "loop", epoch=epoch + 1):
                 whereabouts.enter("the beginning", epoch + 1)
                 step_logs: Mapping[str, object] = {}

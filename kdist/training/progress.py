@@ -38,6 +38,8 @@ class Progress:
         """The number of steps in all epochs that this process has completed."""
         self.is_resumed = False
         """Whether `fit` resumes in the middle of an epoch. Then it keeps the metrics of the checkpoint."""
+        self.has_stopped = False
+        """Whether a callback stopped the training after the epoch of the checkpoint."""
         self.at_end = contextlib.ExitStack()
         """Closes resources of callbacks after `fit`. Keras does not call callbacks if `fit` fails."""
 
@@ -66,13 +68,16 @@ class Progress:
 
         All workers return the chief's state, so that `fit` can resume with any number of workers.
         """
-        return dict(gather(self._batches.runtime, self._state())[0])
+        states = gather(self._batches.runtime, self._state())
+        return {**states[0], "has_stopped": any(state["has_stopped"] for state in states)}
 
     def _state(self) -> dict[str, object]:
         history = self._keras_history()
         return {
             "epoch": self.epoch,
             "step": self.step,
+            # In the middle of an epoch, its validation and the end of the epoch would still follow.
+            "has_stopped": bool(history.model.stop_training) and self.step == 0,
             "data": self._batches.position(),
             "history": {
                 "epoch": list(history.epoch),
@@ -85,6 +90,7 @@ class Progress:
         """Moves this `fit` to the position of `get_state`. Call it before the first epoch begins."""
         self.epoch, self.step = state["epoch"], state["step"]
         self.is_resumed = self.step > 0
+        self.has_stopped = state.get("has_stopped", False)
         self._batches.go_to(state["data"], self.step)
         self._restored = state
 

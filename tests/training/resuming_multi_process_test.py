@@ -287,6 +287,26 @@ def test_callbacks_go_on(backend: str, case: str, tmp_path: Path) -> None:
     check(run(backend, 1, interrupted_with_callbacks, str(tmp_path / "backup"), case))
 
 
+def started_again(folder: str) -> Any:
+    """A run that stops early and keeps its backups; and what the same script then trains."""
+    import kdist
+
+    def start(seed: int) -> Any:
+        backup = kdist.callbacks.BackupAndRestore(folder, delete_checkpoint=False)
+        return fit("arrays", seed, *map(make_callback, ("worse", "stops")), backup, epochs=5)
+
+    return start(1), start(2)
+
+
+@each_backend_in_twelve_turns
+def test_a_run_that_stopped_early_trains_no_more(backend: str, tmp_path: Path) -> None:
+    for stopped, again in run(backend, 2, started_again, str(tmp_path)):
+        assert (stopped[2], again[2]) == (18, 0)
+        assert again[1] == stopped[1]
+        for expected, value in zip(stopped[0], again[0], strict=True):
+            np.testing.assert_array_equal(value, expected)
+
+
 def goes_on_at_once(folder: str) -> Any:
     from kdist import faults
 
