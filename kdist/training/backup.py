@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import shutil
@@ -10,15 +11,18 @@ from collections.abc import Mapping
 
 import keras
 
-from kdist.backends.messages import gather
 from kdist.checkpoint.checkpoint import Checkpoint, settle_all
+from kdist.checkpoint.folders import gather_from
 from kdist.checkpoint.manager import CheckpointManager
-from kdist.cluster import logs
+from kdist.cluster.logs import logger
 from kdist.errors import CheckpointCorruptError, InvalidArgumentError
 from kdist.training.meetings import Meetings
 from kdist.training.preemption import TerminationConfig, TerminationWatch
 from kdist.training.progress import Progress
 from kdist.training.session import progress_of
+
+# The number of `fit`s that have ended in this process and deleted their backups, by directory.
+_ended: collections.Counter[str] = collections.Counter()
 
 
 class BackupAndRestore(keras.callbacks.Callback):
@@ -94,12 +98,25 @@ class BackupAndRestore(keras.callbacks.Callback):
     def on_train_begin(self, logs: Mapping[str, object] | None = None) -> None:
         """Restores the last backup, if there is one."""
         self._progress = progress_of(self.model)
+        # A new process calls `fit` from the first time on, which must not restore the backups of a later call.
+        number = _ended[os.path.abspath(self.backup_dir)]
         self._manager = CheckpointManager(
-            Checkpoint(model=self.model, fit=self._progress), self.backup_dir, max_to_keep=self.max_to_keep
+            Checkpoint(model=self.model, fit=self._progress),
+            self.backup_dir,
+            max_to_keep=self.max_to_keep,
+            checkpoint_name=f"fit-{number + 1}" if number else "ckpt",
         )
         runtime = self._manager.checkpoint.runtime()
         settle_all(runtime)
         _restore_newest(self._manager)
+        self._check_epochs(self.params.get("epochs"))
+        if self._progress.has_stopped:
+            logger.info(
+                "a callback stopped the training of the backup in %s after epoch %d, so nothing is trained. "
+                "Delete the directory to train again.",
+                self._manager.directory,
+                self._progress.epoch,
+            )
         self._saved_at = self._progress.num_steps
         self._saved_time = time.monotonic()
         self._clock = Meetings(runtime, min(1.0, self.every_seconds / 4)) if self.every_seconds else None
@@ -127,6 +144,17 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._manager.wait()
         if self.delete_checkpoint:
             _delete_all(self._manager)
+            _ended[self._manager.directory] += 1
+
+    def _check_epochs(self, epochs: int | None) -> None:
+        """Raises an error if this `fit` would train nothing and then delete the backup of another one."""
+        here = (self._progress.epoch, self._progress.step)
+        if self.delete_checkpoint and epochs is not None and here > (epochs, 0):
+            raise InvalidArgumentError(
+                "The backup is from a later epoch than the last one of this `fit`.",
+                received={"backup_dir": self.backup_dir, "epoch": here[0] + (here[1] > 0), "epochs": epochs},
+                hint="Pass a separate directory to each call of `fit`, or more epochs, or delete the backup.",
+            )
 
     def _is_time(self, progress: Progress) -> bool:
         due = isinstance(self.save_freq, int) and progress.num_steps - self._saved_at >= self.save_freq
@@ -149,8 +177,7 @@ def _delete_all(manager: CheckpointManager) -> None:
     """Deletes the backups when all workers have finished: first the shared ones, on the chief."""
     runtime = manager.checkpoint.runtime()
     for is_turn_of_chief in (True, False):
-        if runtime is not None:
-            gather(runtime, None)
+        gather_from(runtime, None)
         if (runtime is None or runtime.worker_index == 0) == is_turn_of_chief:
             for path in manager.checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
@@ -159,13 +186,19 @@ def _delete_all(manager: CheckpointManager) -> None:
 
 
 def _restore_newest(manager: CheckpointManager) -> None:
-    """Restores the newest backup that is not corrupt."""
-    for path in reversed(manager.checkpoints):
+    """Restores the newest backup that all workers have and that is not corrupt."""
+    # With a separate directory per worker, some may have lost backups, or finished saving one more.
+    found = gather_from(manager.checkpoint.runtime(), list(map(os.path.basename, manager.checkpoints)))
+    shared = [name for name in found[0] if all(name in theirs for theirs in found)]
+    if any(found) and not shared:
+        logger.warning("no backup in %s is on all workers. Training starts anew.", manager.directory)
+    for name in reversed(shared):
+        path = os.path.join(manager.directory, name)
         try:
             manager.checkpoint.restore(path)
             return
         except CheckpointCorruptError as error:
-            logs.logger.warning(
+            logger.warning(
                 "cannot restore the backup %s. kdist tries the previous backup. "
                 "Check the storage of the directory.\n%s",
                 path,

@@ -22,6 +22,7 @@ from kdist.context import StrategyLike
 from kdist.data.agreement import split_batch
 from kdist.errors import InvalidArgumentError
 from kdist.training import keras_callbacks
+from kdist.training.backup import BackupAndRestore
 from kdist.training.batches import GlobalBatches
 from kdist.training.ending import Ending
 from kdist.training.progress import Progress
@@ -130,9 +131,11 @@ def _train(
     with function, progress.at_end:
         session.run_callbacks(callbacks.on_train_begin)
         progress.restore_callbacks()
+        # Backups come last, because they contain what the other callbacks change after the same step.
+        callbacks.callbacks.sort(key=lambda callback: isinstance(callback, BackupAndRestore))
         # Keras's BackupAndRestore sets the initial epoch of the model, kdist's sets `progress.epoch`.
         progress.epoch = keras_hooks.initial_epoch(model) or progress.epoch
-        for epoch in range(progress.epoch, epochs):
+        for epoch in range(progress.epoch, 0 if progress.has_stopped else epochs):
             with tracing.span("epoch", "loop", epoch=epoch + 1):
                 whereabouts.enter("the beginning", epoch + 1)
                 step_logs: Mapping[str, object] = {}
@@ -161,7 +164,7 @@ def _train(
                 function.sync()
                 logs = dict(keras_hooks.metrics_or_logs(model, step_logs))
                 logs.update(validation.run(epoch, callbacks))
-                progress.after_epoch(logs)
+                progress.after_epoch()
                 whereabouts.enter("the end")
                 with tracing.span("callbacks, end of the epoch", "callbacks", epoch=epoch + 1):
                     session.run_callbacks(functools.partial(callbacks.on_epoch_end, epoch, logs))

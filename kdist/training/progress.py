@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,11 +13,13 @@ from kdist.backends.contract import Runtime
 from kdist.backends.messages import gather
 from kdist.training.batches import GlobalBatches
 
-# The numbers that Keras's callbacks keep from epoch to epoch.
+# What Keras's callbacks keep from epoch to epoch: numbers and flags.
 _REMEMBERED = {
-    "EarlyStopping": ("wait", "best", "best_epoch", "stopped_epoch"),
-    "ReduceLROnPlateau": ("wait", "best", "cooldown_counter"),
-    "ModelCheckpoint": ("best", "epochs_since_last_save"),
+    keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
+    keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
+    keras.callbacks.ModelCheckpoint: ("best", "epochs_since_last_save"),
+    # Whether the weights are swapped with their averages. Then a backup contains swapped weights.
+    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
 }
 
 
@@ -27,7 +30,6 @@ class Progress:
         self._batches = batches
         self._callbacks = list(callbacks.callbacks)
         self._restored: Mapping[str, Any] | None = None
-        self._history: list[Any] = []
         self.epoch = epoch
         """The current epoch, or the next one between epochs."""
         self.step = 0
@@ -36,6 +38,8 @@ class Progress:
         """The number of steps in all epochs that this process has completed."""
         self.is_resumed = False
         """Whether `fit` resumes in the middle of an epoch. Then it keeps the metrics of the checkpoint."""
+        self.has_stopped = False
+        """Whether a callback stopped the training after the epoch of the checkpoint."""
         self.at_end = contextlib.ExitStack()
         """Closes resources of callbacks after `fit`. Keras does not call callbacks if `fit` fails."""
 
@@ -54,10 +58,8 @@ class Progress:
         self.step = end + 1
         self.is_resumed = False
 
-    def after_epoch(self, logs: Mapping[str, object]) -> None:
-        """Updates the position and the history after an epoch and its validation."""
-        # A separate history, because Keras only updates its own after all other callbacks.
-        self._history.append([self.epoch, dict(logs)])
+    def after_epoch(self) -> None:
+        """Updates the position after an epoch and its validation."""
         self.epoch, self.step = self.epoch + 1, 0
         self.is_resumed = False
 
@@ -66,14 +68,21 @@ class Progress:
 
         All workers return the chief's state, so that `fit` can resume with any number of workers.
         """
-        return dict(gather(self._batches.runtime, self._state())[0])
+        states = gather(self._batches.runtime, self._state())
+        return {**states[0], "has_stopped": any(state["has_stopped"] for state in states)}
 
     def _state(self) -> dict[str, object]:
+        history = self._keras_history()
         return {
             "epoch": self.epoch,
             "step": self.step,
+            # In the middle of an epoch, its validation and the end of the epoch would still follow.
+            "has_stopped": bool(history.model.stop_training) and self.step == 0,
             "data": self._batches.position(),
-            "history": [[epoch, keras.tree.map_structure(_number, logs)] for epoch, logs in self._history],
+            "history": {
+                "epoch": list(history.epoch),
+                "logs": json.loads(json.dumps(history.history, default=_plain)),
+            },
             "callbacks": [[_name(callback), _state_of(callback)] for callback in self._callbacks],
         }
 
@@ -81,7 +90,7 @@ class Progress:
         """Moves this `fit` to the position of `get_state`. Call it before the first epoch begins."""
         self.epoch, self.step = state["epoch"], state["step"]
         self.is_resumed = self.step > 0
-        self._history = list(state["history"])
+        self.has_stopped = state.get("has_stopped", False)
         self._batches.go_to(state["data"], self.step)
         self._restored = state
 
@@ -89,11 +98,7 @@ class Progress:
         """Restores the states of the callbacks. Called after `on_train_begin`, which resets them."""
         if self._restored is None:
             return
-        keras_history = next(c for c in self._callbacks if isinstance(c, keras.callbacks.History))
-        for epoch, logs in self._history:
-            keras_history.epoch.append(epoch)
-            for name, value in logs.items():
-                keras_history.history.setdefault(name, []).append(value)
+        self._restore_history(self._restored["history"])
         # Matched by name, because a worker may have fewer callbacks than the chief.
         states = list(self._restored["callbacks"])
         for callback in self._callbacks:
@@ -102,10 +107,23 @@ class Progress:
                 states.remove(found)
                 _set_state_of(callback, found[1])
 
+    def _keras_history(self) -> keras.callbacks.History:
+        # Complete when backups are saved, because they come after it.
+        return next(c for c in self._callbacks if isinstance(c, keras.callbacks.History))
 
-def _number(value: object) -> object:
-    # A metric may be an array, for example with one value per class.
-    return keras.ops.convert_to_numpy(value).tolist()
+    def _restore_history(self, saved: Any) -> None:
+        history = self._keras_history()
+        if isinstance(saved, list):  # the logs of each epoch, in backups of earlier versions
+            names = dict.fromkeys(name for _, logs in saved for name in logs)
+            values = {name: [logs[name] for _, logs in saved if name in logs] for name in names}
+            saved = {"epoch": [epoch for epoch, _ in saved], "logs": values}
+        history.epoch, history.history = list(saved["epoch"]), dict(saved["logs"])
+
+
+def _plain(value: object) -> object:
+    # A metric may be an array, for example with one value per class. Callbacks may add any value to the logs.
+    array = keras.ops.convert_to_numpy(value)
+    return str(value) if array.dtype == object else array.tolist()
 
 
 def _name(callback: keras.callbacks.Callback) -> str:
@@ -115,7 +133,7 @@ def _name(callback: keras.callbacks.Callback) -> str:
 def _state_of(callback: keras.callbacks.Callback) -> object:
     if hasattr(callback, "get_state"):
         return callback.get_state()
-    names = _REMEMBERED.get(type(callback).__name__, ())
+    names = [name for kind, names in _REMEMBERED.items() if isinstance(callback, kind) for name in names]
     values = {name: getattr(callback, name, None) for name in names}
     return {name: None if v is None else float(v) for name, v in values.items()}
 

@@ -43,7 +43,12 @@ class Clock:
 
 
 def fit(
-    folder: str, ends_after: int | None = None, is_true: bool = True, act: Any = None, **backup: Any
+    folder: str,
+    ends_after: int | None = None,
+    is_true: bool = True,
+    act: Any = None,
+    epochs: int = EPOCHS,
+    **backup: Any,
 ) -> Any:
     """Trains on all workers of the pool, with backups.
 
@@ -52,6 +57,7 @@ def fit(
         ends_after: The step after which the job is interrupted.
         is_true: Whether the model starts where it should; else all that is right was restored.
         act: Called after each step, with its number and the clock of this worker, before it can be saved.
+        epochs: The number of epochs.
         **backup: Arguments of `BackupAndRestore`.
 
     Returns:
@@ -98,7 +104,7 @@ def fit(
     try:
         for module, _ in times:
             module.time = clock
-        by_hand.fit(model, EPOCHS, Steps(), backups, Stop())
+        by_hand.fit(model, epochs, Steps(), backups, Stop())
     except Interrupted:
         backups.wait()
     finally:
@@ -124,6 +130,48 @@ def test_backups_by_the_clock_of_the_chief(backend: str, tmp_path: Path) -> None
         assert both[2] == [7, 14, 21, 28], "each backup sets the clock back"
         for weights, *_ in (again, both):
             np.testing.assert_allclose(weights, by_hand.weights(EPOCHS), rtol=1e-5, atol=1e-6)
+
+
+def in_worker_two_fits(folder: str) -> Any:
+    """A script that calls `fit` twice with one directory: interrupted in the second, then started again."""
+    from kdist.training import backup
+
+    found = []
+    for ends_after in (5, None):
+        backup._ended.clear()  # as in a new process
+        found += [
+            fit(folder, save_freq=2),
+            fit(folder, ends_after, is_true=ends_after is not None, save_freq=2),
+        ]
+    return found, Path(folder).exists()
+
+
+@on("torch")
+def test_two_fits_with_one_directory_keep_their_backups_apart(backend: str, tmp_path: Path) -> None:
+    for found, is_left in run(backend, 1, in_worker_two_fits, str(tmp_path / "backup")):
+        starts = (0, 0, 0, 4)
+        ends = (ALL_STEPS, 5, ALL_STEPS, ALL_STEPS)
+        assert [steps for _, steps, _ in found] == list(map(list, map(range, starts, ends)))
+        for weights, *_ in found[2:]:
+            np.testing.assert_allclose(weights, by_hand.weights(EPOCHS), rtol=1e-5, atol=1e-6)
+        assert not is_left
+
+
+def in_worker_fewer_epochs(folder: str) -> Any:
+    import kdist
+
+    fit(folder, 9, save_freq=2)
+    with pytest.raises(kdist.errors.InvalidArgumentError, match="later epoch") as error:
+        fit(folder, is_true=False, epochs=2)
+    return str(error.value), fit(folder, is_true=False)
+
+
+@on("torch")
+def test_a_fit_of_fewer_epochs_does_not_delete_a_backup(backend: str, tmp_path: Path) -> None:
+    for said, (weights, steps, _) in run(backend, 1, in_worker_fewer_epochs, str(tmp_path / "backup")):
+        assert "epoch=3, epochs=2" in said
+        assert steps == list(range(8, ALL_STEPS))
+        np.testing.assert_allclose(weights, by_hand.weights(EPOCHS), rtol=1e-5, atol=1e-6)
 
 
 # Damaged backups ----------------------------------------------------------------------------------------------
@@ -188,6 +236,35 @@ def test_a_damaged_backup_does_no_harm(how: str, backend: str, tmp_path: Path) -
             np.testing.assert_allclose(weights, by_hand.weights(EPOCHS), rtol=1e-5, atol=1e-6)
         assert len(warnings) == 4, warnings
         assert all("ckpt-4" in text for text in warnings[:3])
+
+
+def in_worker_lost(folder: str, worker: int, names: list[str]) -> Any:
+    """Each worker has its own directory, and one of them loses backups."""
+    import kdist
+
+    own = f"{folder}/own-{os.environ['RANK']}"
+    fit(own, 9, save_freq=2)
+    there = sorted(os.listdir(own))
+    if int(os.environ["RANK"]) == worker:
+        for name in names:
+            shutil.rmtree(f"{own}/{name}")
+    kdist.barrier()
+    # From another start than the first time, unless all start anew.
+    return there, fit(own, is_true=len(names) == 2, save_freq=2), Path(own).exists()
+
+
+@pytest.mark.kills("resume_own_newest_backup_restored")
+@pytest.mark.parametrize("worker", [0, 1])
+@pytest.mark.parametrize(("names", "begins"), [(["ckpt-4"], 6), (["ckpt-3", "ckpt-4"], 0)])
+@on("torch")
+def test_workers_resume_from_a_backup_that_all_have(
+    backend: str, names: list[str], begins: int, worker: int, tmp_path: Path
+) -> None:
+    for there, (weights, steps, _), is_left in run(backend, 2, in_worker_lost, str(tmp_path), worker, names):
+        assert there == ["ckpt-3", "ckpt-4"]
+        assert steps == list(range(begins, ALL_STEPS))
+        np.testing.assert_allclose(weights, by_hand.weights(EPOCHS), rtol=1e-5, atol=1e-6)
+        assert not is_left
 
 
 # Termination --------------------------------------------------------------------------------------------------

@@ -89,7 +89,9 @@ KINDS = (
 )
 
 
-def fit(kind: str, seed: int, *callbacks: Any, **arguments: Any) -> tuple[list[Any], dict[str, Any], int]:
+def fit(
+    kind: str, seed: int, *callbacks: Any, use_ema: bool = False, **arguments: Any
+) -> tuple[list[Any], dict[str, Any], int]:
     """One start of the user's script; returns the weights, the history and the number of steps it took."""
     import keras
 
@@ -107,17 +109,16 @@ def fit(kind: str, seed: int, *callbacks: Any, **arguments: Any) -> tuple[list[A
                 keras.layers.Dense(1),
             ]
         )
-        model.compile(keras.optimizers.Adam(0.05), "mse", metrics=["mae"])
+        model.compile(keras.optimizers.Adam(0.05, use_ema=use_ema, ema_momentum=0.5), "mse", metrics=["mae"])
     x, y = arrays()
     steps = []
     count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(batch))
     history = model.fit(
         **data,
         validation_data=(x[:7], y[:7]),
-        epochs=EPOCHS,
         verbose=0,
         callbacks=[count, *callbacks],
-        **arguments,
+        **{"epochs": EPOCHS} | arguments,
     )
     return [np.array(w) for w in model.get_weights()], history.history, len(steps)
 
@@ -233,6 +234,84 @@ CUT_IN_EPOCHS = ("arrays", "tf.data", "DataLoader", "PyDataset")
 def test_a_pass_of_several_epochs_goes_on(backend: str, steps: int, kind: str, tmp_path: Path) -> None:
     places = [("epoch", 2, 0), (1, 2, 1)]
     check(run(backend, 1, interrupted, str(tmp_path), f"{kind}, steps: {steps}", places))
+
+
+# The callbacks before and after the backup, and the epoch in whose first step the job is interrupted.
+CALLBACKS = {
+    "early stopping after the backup": ((), ("worse", "stops"), 2),
+    "a lower rate after the backup": ((), ("worse", "lowers"), 3),
+    "a subclass": (("worse", "stops too"), (), 2),
+    "swapped weights": (("swaps",), (), 2),
+    "a scheduler": (("schedules",), (), 2),
+}
+
+
+def make_callback(name: str) -> Any:
+    import keras
+
+    class Worse(keras.callbacks.Callback):
+        """What the others watch gets worse from epoch to epoch."""
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            logs["q"] = float(epoch)
+
+    class OwnStopping(keras.callbacks.EarlyStopping):
+        """A subclass keeps the counters of its base class."""
+
+    watch = {"monitor": "q", "mode": "min", "patience": 2}
+    made = {
+        "worse": Worse,
+        "stops": lambda: keras.callbacks.EarlyStopping(**watch),
+        "stops too": lambda: OwnStopping(**watch),
+        "swaps": lambda: keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
+        "lowers": lambda: keras.callbacks.ReduceLROnPlateau(**watch),
+        "schedules": lambda: keras.callbacks.LearningRateScheduler(lambda epoch: 0.05 / (epoch + 1)),
+    }
+    return made[name]()
+
+
+def interrupted_with_callbacks(folder: str, case: str) -> Any:
+    import kdist
+
+    before, after, epoch = CALLBACKS[case]
+
+    def start(seed: int, backup: Any, *last: Any) -> Any:
+        callbacks = [*map(make_callback, before), *backup, *map(make_callback, after), *last]
+        return fit("arrays", seed, *callbacks, epochs=5, use_ema="swaps" in before + after)
+
+    expected = start(1, [])
+    with pytest.raises(Interrupted):
+        start(1, [kdist.callbacks.BackupAndRestore(folder)], stop_at(epoch, 0))
+    again = start(2, [kdist.callbacks.BackupAndRestore(folder)])
+    return expected, [(again, Path(folder).exists())]
+
+
+@pytest.mark.in_turn(6)
+@pytest.mark.kills(resume_saved_before_other_callbacks="[torch-early stopping after the backup]")
+@pytest.mark.parametrize("case", CALLBACKS)
+@pytest.mark.parametrize("backend", BACKENDS, scope="module")
+def test_callbacks_go_on(backend: str, case: str, tmp_path: Path) -> None:
+    check(run(backend, 1, interrupted_with_callbacks, str(tmp_path / "backup"), case))
+
+
+def started_again(folder: str) -> Any:
+    """A run that stops early and keeps its backups; and what the same script then trains."""
+    import kdist
+
+    def start(seed: int) -> Any:
+        backup = kdist.callbacks.BackupAndRestore(folder, delete_checkpoint=False)
+        return fit("arrays", seed, *map(make_callback, ("worse", "stops")), backup, epochs=5)
+
+    return start(1), start(2)
+
+
+@each_backend_in_twelve_turns
+def test_a_run_that_stopped_early_trains_no_more(backend: str, tmp_path: Path) -> None:
+    for stopped, again in run(backend, 2, started_again, str(tmp_path)):
+        assert (stopped[2], again[2]) == (18, 0)
+        assert again[1] == stopped[1]
+        for expected, value in zip(stopped[0], again[0], strict=True):
+            np.testing.assert_array_equal(value, expected)
 
 
 def goes_on_at_once(folder: str) -> Any:
