@@ -285,11 +285,7 @@ def match(path: str, index: Index, parts: Sequence[state.Part], worker: int, num
         if part.kind == "state":
             plan.states.append((part.owner, _state(path, index, name, worker, num_workers)))
         elif part.kind != "value":
-            pairs = _pairs(path, part, by_part.get(name, []))
-            if pairs is None:
-                plan.unmatched.append(part.name)
-            else:
-                plan.variables += pairs
+            plan.variables += _pairs(path, part, by_part.get(name, []))
     plan.unused = [
         name
         for name, facts in index.parts.items()
@@ -306,9 +302,7 @@ def _has_place(name: str, parts: Sequence[state.Part]) -> bool:
     return "." not in name and not any(part.name.startswith(f"{name}.") for part in parts)
 
 
-def _pairs(
-    path: str, part: state.Part, tensors: Sequence[Tensor]
-) -> list[tuple[keras.Variable, Tensor]] | None:
+def _pairs(path: str, part: state.Part, tensors: Sequence[Tensor]) -> list[tuple[keras.Variable, Tensor]]:
     mine = [
         (name.partition("/")[2], tuple(variable.shape), state.dtype_name(variable))
         for name, variable in part.variables.items()
@@ -319,7 +313,7 @@ def _pairs(
     if different is None:
         return list(zip(part.variables.values(), tensors, strict=True))
     if part.may_differ:
-        return None
+        return []
     ours, theirs = different
     raise CheckpointMismatchError(
         f"The {part.kind} {part.name!r} does not match the checkpoint. The first difference is in "

@@ -84,6 +84,8 @@ def in_worker_save(folder):
     model = jobs.make_model()
     model.fit(*jobs.data(), batch_size=6, verbose=0)
     path = kdist.Checkpoint(model=model, epoch=3).save(folder, asynchronous=False)
+    # The metrics of a new model have no variables yet.
+    kdist.Checkpoint(model=jobs.make_model()).restore(path).assert_consumed()
     return path, model.predict(jobs.data()[0], verbose=0)
 
 
