@@ -215,9 +215,16 @@ def restore_weights(path: str, model: keras.Model) -> None:
 def _iterations(index: Index, name: str, model: keras.Model) -> list[tuple[keras.Variable, Tensor]]:
     own = f"{name}.optimizer"
     saved = [part for part, facts in index.parts.items() if own in (part, *facts["aliases"])]
-    first = [tensor for tensor in index.tensors if tensor.name in [f"{part}/0/iteration" for part in saved]]
-    iterations = getattr(getattr(model, "optimizer", None), "iterations", None)
-    return [] if iterations is None else [(iterations, tensor) for tensor in first]
+    counters = [
+        tensor
+        for tensor in index.tensors
+        if tensor.name.partition("/")[0] in saved and tensor.name.endswith("/iteration")
+    ]
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None or not counters:
+        return []
+    # The last counter is the one of the innermost optimizer.
+    return [(keras_hooks.step_variable(optimizer), counters[-1])]
 
 
 def _on_all(runtime: Runtime | None, path: str, function: Callable[[], _Result]) -> _Result:
