@@ -361,13 +361,21 @@ def _facts(fact: _Fact | None, number: int) -> str:
 
 def _state(path: str, index: Index, name: str, worker: int, num_workers: int) -> object:
     states = index.states[name]
-    if len(states) > 1 and num_workers != len(states):
+    saved_by = index.saved_by.get("num_workers", len(states))
+    if len(states) > 1 and num_workers != saved_by:
         raise CheckpointMismatchError(
             f"Cannot restore {name!r}: it has one saved state per worker, and the number of workers has changed.",
-            received={"checkpoint": path, "saved_by": len(states), "num_workers": num_workers},
-            hint=f"Start {len(states)} workers, or remove {name!r} from kdist.Checkpoint.",
+            received={"checkpoint": path, "saved_by": saved_by, "num_workers": num_workers},
+            hint=f"Start {saved_by} workers, or remove {name!r} from kdist.Checkpoint.",
         )
-    return states[0] if len(states) == 1 else states[_of_worker(index, name, worker)]
+    # Workers that do not share the directory have their states in other copies of the checkpoint.
+    if len(states) > 1 and worker not in index.workers:
+        raise CheckpointMismatchError(
+            f"Cannot restore {name!r}: this copy of the checkpoint does not contain the state of worker {worker}.",
+            received={"checkpoint": path, "workers": list(index.workers), "worker": worker},
+            hint=f"Restore the copy that worker {worker} saved, or remove {name!r} from kdist.Checkpoint.",
+        )
+    return states[_of_worker(index, name, worker)]
 
 
 def _of_worker(index: Index, name: str, worker: int) -> int:
