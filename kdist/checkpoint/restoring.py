@@ -223,7 +223,7 @@ def _iterations(index: Index, name: str, model: keras.Model) -> list[tuple[keras
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None or not counters:
         return []
-    # The last counter is the one of the innermost optimizer.
+    # The innermost optimizer's counter is the last one.
     return [(keras_hooks.step_variable(optimizer), counters[-1])]
 
 
