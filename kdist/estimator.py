@@ -62,7 +62,7 @@ class TrainSpec:
     Args:
         input_fn: A function that returns a dataset with batches for one replica, and different rows on each
             worker. Called once per worker, with a `kdist.InputContext` if it has a parameter for one.
-        max_steps: The number of steps of the optimizer after which training ends, including steps before a
+        max_steps: The number of steps (global batches) after which training ends, including steps before a
             restart; `None` for the end of the data.
         callbacks: Keras callbacks.
     """
@@ -376,4 +376,4 @@ def _at_most(steps: int | None, data: Any) -> int | None:
 def _steps_of(model: keras.Model) -> int:
     import keras
 
-    return int(keras.ops.convert_to_numpy(model.optimizer.iterations))
+    return int(keras.ops.convert_to_numpy(keras_hooks.step_variable(model.optimizer)))

@@ -65,7 +65,7 @@ class Checkpoint:
     def __init__(self, root: object = None, *, random: bool = True, **objects: object) -> None:
         if not isinstance(random, bool):
             raise InvalidArgumentError(
-                "`random` is not a boolean. It sets whether the checkpoint contains the global random state.",
+                "`random` is not a boolean: it sets whether the checkpoint contains the global random state.",
                 received={"random": random},
                 hint="Pass a seed generator under another name.",
             )

@@ -81,6 +81,14 @@ class CheckpointManager:
                 received={"checkpoint_interval": checkpoint_interval, "step_counter": None},
                 hint='Count steps in kdist.Checkpoint(model=model, step=0), and pass step_counter="step".',
             )
+        known = step_counter is None or isinstance(step_counter, str) or callable(step_counter)
+        if not (known or hasattr(step_counter, "assign")):
+            raise InvalidArgumentError(
+                "`step_counter` is not a variable, a function or the name of a number in the checkpoint.",
+                received={"step_counter": step_counter},
+                hint="If the optimizer accumulates gradients, `optimizer.iterations` is a constant. Pass a function: "
+                "step_counter=lambda: optimizer.iterations",
+            )
         if not checkpoint_name or "/" in checkpoint_name or checkpoint_name.startswith("."):
             raise InvalidArgumentError(
                 "`checkpoint_name` is empty, contains a slash or starts with a dot.",
@@ -198,11 +206,11 @@ class CheckpointManager:
             return None
         if isinstance(counter, str):
             return int(getattr(self._checkpoint, counter))
+        self._checkpoint.sync()
         if callable(counter):
             return int(counter())
         from kdist.checkpoint import state
 
-        self._checkpoint.sync()
         return int(state.to_host(counter))
 
     def _is_too_early(self, step: int | None) -> bool:

@@ -215,9 +215,16 @@ def restore_weights(path: str, model: keras.Model) -> None:
 def _iterations(index: Index, name: str, model: keras.Model) -> list[tuple[keras.Variable, Tensor]]:
     own = f"{name}.optimizer"
     saved = [part for part, facts in index.parts.items() if own in (part, *facts["aliases"])]
-    first = [tensor for tensor in index.tensors if tensor.name in [f"{part}/0/iteration" for part in saved]]
-    iterations = getattr(getattr(model, "optimizer", None), "iterations", None)
-    return [] if iterations is None else [(iterations, tensor) for tensor in first]
+    counters = [
+        tensor
+        for tensor in index.tensors
+        if tensor.name.partition("/")[0] in saved and tensor.name.endswith("/iteration")
+    ]
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None or not counters:
+        return []
+    # The innermost optimizer's counter is the last one.
+    return [(keras_hooks.step_variable(optimizer), counters[-1])]
 
 
 def _on_all(runtime: Runtime | None, path: str, function: Callable[[], _Result]) -> _Result:
@@ -285,11 +292,7 @@ def match(path: str, index: Index, parts: Sequence[state.Part], worker: int, num
         if part.kind == "state":
             plan.states.append((part.owner, _state(path, index, name, worker, num_workers)))
         elif part.kind != "value":
-            pairs = _pairs(path, part, by_part.get(name, []))
-            if pairs is None:
-                plan.unmatched.append(part.name)
-            else:
-                plan.variables += pairs
+            plan.variables += _pairs(path, part, by_part.get(name, []))
     plan.unused = [
         name
         for name, facts in index.parts.items()
@@ -306,9 +309,7 @@ def _has_place(name: str, parts: Sequence[state.Part]) -> bool:
     return "." not in name and not any(part.name.startswith(f"{name}.") for part in parts)
 
 
-def _pairs(
-    path: str, part: state.Part, tensors: Sequence[Tensor]
-) -> list[tuple[keras.Variable, Tensor]] | None:
+def _pairs(path: str, part: state.Part, tensors: Sequence[Tensor]) -> list[tuple[keras.Variable, Tensor]]:
     mine = [
         (name.partition("/")[2], tuple(variable.shape), state.dtype_name(variable))
         for name, variable in part.variables.items()
@@ -319,7 +320,7 @@ def _pairs(
     if different is None:
         return list(zip(part.variables.values(), tensors, strict=True))
     if part.may_differ:
-        return None
+        return []
     ours, theirs = different
     raise CheckpointMismatchError(
         f"The {part.kind} {part.name!r} does not match the checkpoint. The first difference is in "
@@ -360,13 +361,21 @@ def _facts(fact: _Fact | None, number: int) -> str:
 
 def _state(path: str, index: Index, name: str, worker: int, num_workers: int) -> object:
     states = index.states[name]
-    if len(states) > 1 and num_workers != len(states):
+    saved_by = index.saved_by.get("num_workers", len(states))
+    if len(states) > 1 and num_workers != saved_by:
         raise CheckpointMismatchError(
             f"Cannot restore {name!r}: it has one saved state per worker, and the number of workers has changed.",
-            received={"checkpoint": path, "saved_by": len(states), "num_workers": num_workers},
-            hint=f"Start {len(states)} workers, or remove {name!r} from kdist.Checkpoint.",
+            received={"checkpoint": path, "saved_by": saved_by, "num_workers": num_workers},
+            hint=f"Start {saved_by} workers, or remove {name!r} from kdist.Checkpoint.",
         )
-    return states[0] if len(states) == 1 else states[_of_worker(index, name, worker)]
+    # Workers that do not share the directory have their states in other copies of the checkpoint.
+    if len(states) > 1 and worker not in index.workers:
+        raise CheckpointMismatchError(
+            f"Cannot restore {name!r}: this copy of the checkpoint does not contain the state of worker {worker}.",
+            received={"checkpoint": path, "workers": list(index.workers), "worker": worker},
+            hint=f"Restore the copy that worker {worker} saved, or remove {name!r} from kdist.Checkpoint.",
+        )
+    return states[_of_worker(index, name, worker)]
 
 
 def _of_worker(index: Index, name: str, worker: int) -> int:

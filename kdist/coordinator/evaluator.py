@@ -32,7 +32,8 @@ class Evaluation:
     Args:
         path: The path of the checkpoint.
         number: The number in its name, or `None`; for example 3 for "ckpt-3" and "model-03.keras".
-        iterations: The optimizer's step counter in the checkpoint.
+        iterations: The optimizer's step counter in the checkpoint. It counts batches, even if the optimizer
+            accumulates gradients.
         logs: The loss and the metrics, by name.
     """
 
@@ -196,7 +197,8 @@ class SidecarEvaluator:
                 callback.checkpoint_number = found.number
         logs = model.evaluate(**self._arguments(), callbacks=self._callbacks, verbose=0, return_dict=True)
         self._folder.done_with(found)
-        iterations = getattr(getattr(model, "optimizer", None), "iterations", 0)
+        optimizer = getattr(model, "optimizer", None)
+        iterations = 0 if optimizer is None else keras_hooks.step_variable(optimizer)
         done = Evaluation(found.path, found.number, int(keras.ops.convert_to_numpy(iterations)), logs)
         self._evaluations.append(done)
         if self._verbose:

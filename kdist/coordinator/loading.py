@@ -11,6 +11,7 @@ from typing import IO, TYPE_CHECKING
 import h5py
 import keras
 
+from kdist import keras_hooks
 from kdist.checkpoint.restoring import restore_weights
 from kdist.coordinator.watching import Watched
 from kdist.errors import (
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def load(item: Watched, model: keras.Model) -> None:
-    """Loads the weights of a checkpoint into a model, and the optimizer's `iterations` for callbacks.
+    """Loads the weights of a checkpoint into a model, and the optimizer's step counter for callbacks.
 
     Raises:
         CheckpointCorruptError: If it is corrupt, incomplete, or changed during the read.
@@ -54,7 +55,7 @@ def load(item: Watched, model: keras.Model) -> None:
         raise _damaged(item, "it was modified while the evaluator read it")
     optimizer = getattr(model, "optimizer", None)
     if iterations is not None and optimizer is not None:
-        optimizer.iterations.assign(iterations)
+        keras_hooks.step_variable(optimizer).assign(iterations)
 
 
 def _load_file(path: str, model: keras.Model) -> np.integer | None:
@@ -68,7 +69,10 @@ def _load_file(path: str, model: keras.Model) -> np.integer | None:
                 raise zipfile.BadZipFile(f"the checksum of {broken} does not match")
             source = stack.enter_context(archive.open("model.weights.h5"))
         file = stack.enter_context(h5py.File(source, "r"))
-        saved = file.get("optimizer/vars/0")
+        optimizer = "optimizer"
+        while f"{optimizer}/inner_optimizer" in file:  # as in `keras_hooks.step_variable`
+            optimizer += "/inner_optimizer"
+        saved = file.get(f"{optimizer}/vars/0")
         iterations = None if saved is None or saved.shape else saved[()]
     with warnings.catch_warnings():
         # The evaluator's optimizer has no slot variables.

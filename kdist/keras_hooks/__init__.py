@@ -81,6 +81,7 @@ from kdist.keras_hooks.optimizers import (
     is_undecayed,
     learning_rate,
     owner_in_creation,
+    step_variable,
     taking_gradients,
 )
 from kdist.keras_hooks.own import (

@@ -149,6 +149,17 @@ def count_step(optimizer: keras.optimizers.Optimizer) -> None:
     optimizer._iterations.assign_add(1)
 
 
+def step_variable(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
+    """Returns the variable that counts the batches of an optimizer.
+
+    The property `iterations` is a constant if gradients are accumulated. The variable of a wrapper such as
+    `LossScaleOptimizer` stays 0.
+    """
+    while hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
+    return optimizer._iterations
+
+
 def build_optimizer(
     optimizer: keras.optimizers.Optimizer,
     variables: list[keras.Variable],

@@ -73,7 +73,7 @@ class Buffer:
 
 
 def buffers(layer: keras.Layer) -> dict[str, Buffer]:
-    """Returns the buffers of wrapped PyTorch modules, except buffers that PyTorch's `state_dict` also omits."""
+    """Returns the buffers of wrapped PyTorch modules, except buffers that PyTorch's `state_dict` omits."""
     import keras
 
     wrappers = [

@@ -177,9 +177,7 @@ def in_worker_status(path):
     model = jobs.make_model()
     other = keras.Variable(1.0)
     status = kdist.Checkpoint(model=model, other=other).restore(path)
-    with pytest.raises(
-        kdist.errors.CheckpointMismatchError, match=r"missing=\['model.metrics', 'other'\]|\['other'\]"
-    ):
+    with pytest.raises(kdist.errors.CheckpointMismatchError, match=r"missing=\['other'\]"):
         status.assert_existing_objects_matched()
     status = kdist.Checkpoint(numbers=0).read(path).expect_partial()
     with pytest.raises(kdist.errors.CheckpointMismatchError, match="numbers"):

@@ -12,7 +12,7 @@ import pytest
 from kdist import command_line
 from tests.checkpoint import jobs
 from tests.helpers.environment import ROOT, clean_environment
-from tests.helpers.processes import run, strategy
+from tests.helpers.processes import each_backend, run, strategy
 from tests.helpers.scripts import Script
 
 
@@ -78,6 +78,49 @@ def test_the_manager(tmp_path):
     run("torch", 2, in_worker_manage, str(tmp_path / "managed"))
 
 
+def in_worker_count(folder, is_wrapped):
+    """Trains for 9 batches, of which 3 make a step; returns the steps, in models that load them, too."""
+    import keras
+
+    import kdist
+    from kdist.checkpoint.restoring import restore_weights
+    from kdist.coordinator import loading, watching
+
+    def make():
+        with strategy().scope():
+            optimizer = keras.optimizers.Adam(gradient_accumulation_steps=3)
+            if is_wrapped:
+                optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+            model.compile(optimizer, "mse")
+        return model
+
+    model, restored, loaded = make(), make(), make()
+    checkpoint = kdist.Checkpoint(model=model)
+    with pytest.raises(kdist.errors.InvalidArgumentError, match="step_counter=lambda: optimizer.iterations"):
+        kdist.CheckpointManager(checkpoint, folder, 2, step_counter=model.optimizer.iterations)
+    manager = kdist.CheckpointManager(
+        checkpoint, folder, None, step_counter=lambda: model.optimizer.iterations, checkpoint_interval=2
+    )
+    paths = []
+    for _ in range(3):
+        model.fit(*jobs.data(), batch_size=6, verbose=0)  # 3 batches
+        paths.append(manager.save(asynchronous=False))
+    assert [path is not None for path in paths] == [True, False, True]
+    restore_weights(paths[-1], restored)
+    file = f"{folder}/model.weights.h5"
+    model.save_weights(file)
+    loading.load(watching.Watched(file, 0.0, None, True, watching._stamp(file)), loaded)
+    return [int(other.optimizer.iterations) for other in (model, restored, loaded)]
+
+
+@pytest.mark.kills(checkpoint_steps_of_the_wrapper="[True-torch]")
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@each_backend
+def test_steps_of_an_optimizer_that_accumulates_gradients(backend, is_wrapped, tmp_path):
+    assert run(backend, 1, in_worker_count, str(tmp_path), is_wrapped) == [[3, 3, 3]]
+
+
 def in_worker_save(folder):
     """Saves a trained model; returns the path and its prediction."""
     import kdist
@@ -85,6 +128,8 @@ def in_worker_save(folder):
     model = jobs.make_model()
     model.fit(*jobs.data(), batch_size=6, verbose=0)
     path = kdist.Checkpoint(model=model, epoch=3).save(folder, asynchronous=False)
+    # The metrics of a new model have no variables yet.
+    kdist.Checkpoint(model=jobs.make_model()).restore(path).assert_consumed()
     return path, model.predict(jobs.data()[0], verbose=0)
 
 

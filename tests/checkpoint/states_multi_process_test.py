@@ -60,6 +60,28 @@ def in_worker_restore(path):
     return found, error
 
 
+def in_worker_two_directories(folder):
+    """Workers 0 and 1 share a directory, and worker 2 has its own; returns what each restores from which copy."""
+    import kdist
+
+    rank = int(os.environ["RANK"])
+    checkpoint, *_ = make("all", f"worker {rank}", 5)
+    own = checkpoint.save(os.path.join(folder, str(rank // 2)), asynchronous=False)
+    kdist.barrier()
+    restored, notes, *_ = make("nobody's", "nobody's", 0)
+    restored.restore(own).assert_consumed()
+    with pytest.raises(kdist.errors.CheckpointError) as raised:
+        restored.restore(own.replace(f"{os.sep}1{os.sep}", f"{os.sep}0{os.sep}"))
+    return notes.text, str(raised.value)
+
+
+def test_workers_with_several_directories_get_their_own_states(tmp_path):
+    found = run("jax", 3, in_worker_two_directories, str(tmp_path))
+    assert [text for text, _ in found] == ["worker 0", "worker 1", "worker 2"]
+    for _, error in found:
+        assert "does not contain the state of worker 2" in error and "workers=[0, 1], worker=2" in error
+
+
 def other_workers(backend, num_workers):
     mark = pytest.mark.xdist_group(f"pool-{backend}")
     return pytest.param(backend, num_workers, marks=mark, id=f"{num_workers}-of-{backend}")

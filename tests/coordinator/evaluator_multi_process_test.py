@@ -26,6 +26,16 @@ def make_model(width=4, is_built=True, under_strategy=False):
     return model
 
 
+def make_accumulating_model():
+    """A model whose optimizer has the counter of batches in an inner one, and makes a step every second batch."""
+    import keras
+
+    model = make_model()
+    inner = keras.optimizers.Adam(gradient_accumulation_steps=2)
+    model.compile(keras.optimizers.LossScaleOptimizer(inner), "mse", metrics=["mae"])
+    return model
+
+
 def save(folder, factors):
     """Saves a model with all weights times each factor; returns what each gives."""
     import kdist
@@ -215,7 +225,7 @@ def play_estimator(folder):
 
     module, chosen = kdist.estimator, strategy()
     results = []
-    for source in (make_model, make_model(under_strategy=True)):
+    for source in (make_model, make_model(under_strategy=True), make_accumulating_model):
         config = module.RunConfig(
             model_dir=f"{folder}/{len(results)}",
             save_checkpoints_steps=1,
@@ -248,6 +258,6 @@ def play_estimator(folder):
 @each_backend
 def test_train_and_evaluate_alone(backend, tmp_path):
     results, errors = run(backend, 1, play_estimator, str(tmp_path))[0]
-    assert results == [[2, 3], [2, 3]]
+    assert results == [[2, 3], [2, 3], [2, 3]]
     for (kind, text), part in zip(errors, ("compile", "model_dir", "does not connect them"), strict=True):
         assert kind == "InvalidArgumentError" and part in text, text
