@@ -6,6 +6,8 @@ import types
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kdist.keras_hooks.served import record_of
 
 if TYPE_CHECKING:
@@ -23,14 +25,19 @@ _OF_LOOPS = (
 
 
 class StepState:
-    """The attributes of a model's layers, metrics, losses, optimizer and variables, at one time.
+    """The attributes of a model's layers, metrics, losses, optimizer, variables and their parts, at one time.
 
     A replayed step does not run the Python code that reads these attributes, so a new value would have no
     effect. The comparison of dictionaries compares equal objects fast, because it starts with their identity.
+    Arrays need copies, because code may write to them in place.
     """
 
     def __init__(self, model: keras.Model) -> None:
-        self._attributes = [(vars(part), _copy(vars(part))) for part in _parts(model) if part is not model]
+        parts = _parts(model)
+        self._attributes = [(vars(part), _copy(vars(part))) for part in parts if part is not model]
+        leaves = [leaf for part in parts for value in vars(part).values() for leaf in _leaves(value)]
+        self._arrays = [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
+        self._copies = [array.copy() for array in self._arrays]
         self._model = _copy(vars(model))
         self._hooks = [(tensor, _hooks_of(tensor)) for tensor in model.parameters()]
 
@@ -40,6 +47,7 @@ class StepState:
             return (
                 all(now == then for now, then in self._attributes)
                 and (vars(model) == self._model or self._has_only_looped(model))
+                and all(map(np.array_equal, self._arrays, self._copies))
                 and all(_hooks_of(tensor) == hooks for tensor, hooks in self._hooks)
             )
         except Exception:  # arrays cannot be compared as a whole
@@ -115,6 +123,10 @@ def _leaves(value: object) -> Iterator[object]:
 
 
 def _parts(model: keras.Model) -> list[Any]:
+    import keras
+
+    # Keras's objects whose attributes a step reads, and which a layer or a variable refers to.
+    read = (keras.regularizers.Regularizer, keras.constraints.Constraint)
     found: dict[int, Any] = {}
     stack = [
         *model._flatten_layers(),
@@ -132,4 +144,5 @@ def _parts(model: keras.Model) -> list[Any]:
         stack += [entry.loss for entry in getattr(part, "_flat_losses", None) or ()]
         stack.append(getattr(part, "inner_optimizer", None))
         stack.append(getattr(part, "_learning_rate", None))
+        stack += [value for value in vars(part).values() if isinstance(value, read)]
     return list(found.values())

@@ -189,6 +189,41 @@ def test_a_change_between_two_steps_has_an_effect(change):
         np.testing.assert_array_equal(actual, expected)
 
 
+def shrink(model):
+    model.layers[1].scale[:] *= 0.5
+
+
+# Changes of what a layer refers to: the layer, and the change.
+CHANGES_INSIDE = {
+    "regularizer": (
+        lambda: keras.layers.Dense(4, kernel_regularizer=keras.regularizers.L2(0.1)),
+        lambda model: setattr(model.layers[1].kernel_regularizer, "l2", 0.5),
+    ),
+    "activity-regularizer": (
+        lambda: keras.layers.Dense(4, activity_regularizer=keras.regularizers.L2(0.1)),
+        lambda model: setattr(model.layers[1].activity_regularizer, "l2", 0.5),
+    ),
+    "constraint": (
+        lambda: keras.layers.Dense(4, kernel_constraint=keras.constraints.MaxNorm(5.0)),
+        lambda model: setattr(model.layers[1].kernel_constraint, "max_value", 0.1),
+    ),
+    "array": (lambda: keras.layers.Rescaling(np.ones(6, "float32")), shrink),
+}
+
+
+@pytest.mark.kills("torch_changes_of_regularizers_unnoticed", "torch_changes_of_arrays_unnoticed")
+@pytest.mark.parametrize("change", CHANGES_INSIDE)
+def test_a_change_inside_a_layer_s_attribute_has_an_effect(change):
+    results = []
+    layer, changes = CHANGES_INSIDE[change]
+    for strategy in (False, True):
+        model = make(layer, lambda: keras.optimizers.SGD(0.1, momentum=0.9), strategy)
+        results.append(numbers(model, callbacks=[Change(changes, step=2)]))
+    assert replayed(model)
+    for actual, expected in zip(*results, strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
 @pytest.mark.kills("torch_recorded_in_every_step")
 @pytest.mark.parametrize("every", [1, 16])
 def test_a_model_that_changes_in_every_step_is_not_recorded_each_time(every):
