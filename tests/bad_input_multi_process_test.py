@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from kdist.testing import free_ports
+from tests.helpers.data import make_data
+from tests.helpers.models import network
 from tests.helpers.processes import BACKENDS, TIMEOUT, each_backend, run, strategy
 from tests.helpers.scripts import local_addresses, started, tf_config
 
@@ -198,21 +200,6 @@ def test_a_worker_that_never_comes(backend, missing, tmp_path):
 # What the workers must agree on ------------------------------------------------------------------------------
 
 
-def make_model(inputs=3, units=4, name=None):
-    import keras
-
-    model = keras.Sequential(
-        [keras.layers.Input((inputs,)), keras.layers.Dense(units), keras.layers.Dense(1)], name=name
-    )
-    model.compile("sgd", "mse")
-    return model
-
-
-def make_data(rows=12, columns=3):
-    x = np.random.RandomState(0).randn(rows, columns).astype("float32")
-    return x, x[:, :1]
-
-
 def dataset(rows, batch=4):
     import tensorflow as tf
 
@@ -232,15 +219,15 @@ def mismatch(case):
 
 def differ(case, me, starts):
     with strategy().scope():
-        model = make_model(units=4 + me if case == "units" else 4, inputs=3 + me if case == "columns" else 3)
-        deeper = make_model()
+        model = network(4 + me * (case == "units"), 1, inputs=3 + me * (case == "columns"))
+        deeper = network(4, 1)
         deeper.add(__import__("keras").layers.Dense(1 + me if case == "last layer" else 1))
         deeper.compile("sgd", "mse")
-    x, y = make_data()
+    x, y = make_data(12)
     actions = {
         "units": lambda: model.fit(x, y, verbose=0),
         "last layer": lambda: deeper.fit(x, y, verbose=0),
-        "columns": lambda: model.fit(*make_data(columns=3 + me), verbose=0),
+        "columns": lambda: model.fit(*make_data(12, columns=3 + me), verbose=0),
         "rows": lambda: model.fit(*make_data(rows=12 + 4 * me), batch_size=4, verbose=0),
         "batch size": lambda: model.fit(x, y, batch_size=4 + me, verbose=0),
         "epochs": lambda: model.fit(x, y, epochs=2 + me, verbose=0),
@@ -306,7 +293,7 @@ def columns_of_the_data():
         model.compile("sgd", "mse")
     start = time.monotonic()
     try:
-        model.fit(*make_data(columns=3 + me), verbose=0)
+        model.fit(*make_data(12, columns=3 + me), verbose=0)
     except Exception as error:
         return type(error).__name__, str(error), time.monotonic() - start
     return "no error", "", 0.0
@@ -320,8 +307,8 @@ def test_data_of_another_shape_for_a_model_that_takes_its_shape_from_it(backend)
 
 def usable_afterwards():
     with strategy().scope():
-        model = make_model()
-    return model.fit(*make_data(), verbose=0).history["loss"]
+        model = network(4, 1)
+    return model.fit(*make_data(12), verbose=0).history["loss"]
 
 
 @each_backend
@@ -335,18 +322,18 @@ def wrong_calls():
     import keras
 
     with strategy().scope():
-        model = make_model()
+        model = network(4, 1)
         uncompiled = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
     both_weights = {"sample_weight": np.ones(12), "class_weight": {0: 1.0}}
     said = []
     for action in (
         lambda: model.fit(*make_data(rows=0), verbose=0),
-        lambda: model.fit(make_data()[0], make_data(rows=5)[1], verbose=0),
-        lambda: make_model().fit(make_data()[0], make_data(rows=5)[1], verbose=0),  # plain Keras's
-        lambda: model.train_on_batch(*make_data(), **both_weights),
-        lambda: uncompiled.fit(*make_data(), verbose=0),
-        lambda: model.fit(*make_data(), batch_size=-1, verbose=0),
-        lambda: model.evaluate(*make_data(), batch_size=0, verbose=0),
+        lambda: model.fit(make_data(12)[0], make_data(rows=5)[1], verbose=0),
+        lambda: network(4, 1).fit(make_data(12)[0], make_data(rows=5)[1], verbose=0),  # plain Keras's
+        lambda: model.train_on_batch(*make_data(12), **both_weights),
+        lambda: uncompiled.fit(*make_data(12), verbose=0),
+        lambda: model.fit(*make_data(12), batch_size=-1, verbose=0),
+        lambda: model.evaluate(*make_data(12), batch_size=0, verbose=0),
     ):
         with pytest.raises(ValueError) as info:
             action()

@@ -2,61 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
-from tests.helpers.processes import each_backend, run, run_plain, strategy
+from tests.helpers.compare import assert_all_equal, assert_close
+from tests.helpers.data import make_data
+from tests.helpers.models import network, weights_of
+from tests.helpers.processes import each_backend, rank, run, run_plain, scope, strategy
 
 # Everything named in_worker_… runs in the workers of a pool, and returns what the tests compare.
 
 
-def make_model(units=4, compiled=True):
-    import keras
-
-    model = keras.Sequential(
-        [keras.layers.Input((3,)), keras.layers.Dense(units, "tanh"), keras.layers.Dense(1)]
-    )
-    if compiled:
-        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
-    return model
-
-
-def make_data(rows=24, columns=3):
-    x = np.random.RandomState(0).randn(rows, columns).astype("float32")
-    return x, (x[:, :1] * 2 - x[:, 1:2]).astype("float32")
-
-
-def seeded(seed=5):
-    import keras
-
-    keras.utils.set_random_seed(seed)
-
-
-def rank():
-    return strategy().runtime.worker_index
-
-
-def weights_of(model):
-    import keras
-
-    return [keras.ops.convert_to_numpy(w) for w in model.weights]
-
-
-def assert_equal_on_workers(results):
-    for other in results[1:]:
-        assert_close(results[0], other, rtol=0)
-
-
-def assert_close(expected, actual, rtol=1e-5, atol=2e-6):
-    if isinstance(expected, dict):
-        assert expected.keys() == actual.keys()
-        for name in expected:
-            np.testing.assert_allclose(
-                actual[name], expected[name], rtol=rtol, atol=rtol and atol, err_msg=name
-            )
-    else:
-        for one, two in zip(expected, actual, strict=True):
-            np.testing.assert_allclose(two, one, rtol=rtol, atol=rtol and atol)
+make_model = functools.partial(network, 4, 1, rate=0.1)
 
 
 # Stopping ----------------------------------------------------------------------------------------------------
@@ -95,8 +54,7 @@ def in_worker_stop(where, who):
         "lambda": [keras.callbacks.LambdaCallback(on_train_batch_end=by_lambda)],
         "on the object": [on_the_object],
     }[where]
-    with strategy().scope():
-        model = make_model()
+    model = make_model(scope=strategy().scope())
     history = model.fit(*make_data(), batch_size=4, epochs=5, verbose=0, callbacks=callbacks)
     return (
         len(history.epoch),
@@ -134,8 +92,7 @@ def in_worker_print():
 
     printed = io.StringIO()
     x, y = make_data()
-    with strategy().scope():
-        model = make_model()
+    model = make_model(scope=strategy().scope(), metrics=["mae"])
     with contextlib.redirect_stdout(printed):
         history = model.fit(x, y, batch_size=8, epochs=2, verbose=2, validation_data=(x, y))
         model.fit(x, y, batch_size=8, verbose=1)
@@ -150,7 +107,7 @@ def test_only_the_chief_prints_and_all_have_its_history(backend):
     (chief, history), (other, same) = run(backend, 2, in_worker_print)
     assert "Epoch 1/2" in chief and "val_loss" in chief and other == ""
     assert set(history) == {"loss", "mae", "val_loss", "val_mae"}
-    assert_equal_on_workers([history, same])
+    assert_all_equal([history, same])
 
 
 # Random numbers ----------------------------------------------------------------------------------------------
@@ -165,9 +122,7 @@ def in_worker_unseeded():
     random.seed(100 + rank())
     np.random.seed(100 + rank())
     keras.utils.set_random_seed(100 + rank())
-    with strategy().scope():
-        model = make_model(compiled=False)
-        model.compile(keras.optimizers.SGD(0.1), "mse")
+    model = make_model(scope=strategy().scope())
     before = weights_of(model)
     x = np.arange(24, dtype="float32").reshape(8, 3) / 24
     seen = []
@@ -183,10 +138,7 @@ def in_worker_unseeded():
 
 def one_device_losses(initial):
     """The losses of the first batch for each pair of rows, from given weights."""
-    import keras
-
-    model = make_model(compiled=False)
-    model.compile(keras.optimizers.SGD(0.1), "mse")
+    model = make_model()
     model.set_weights(initial)
     x = np.arange(24, dtype="float32").reshape(8, 3) / 24
     pairs = [(i, j) for i in range(8) for j in range(i)]
@@ -197,8 +149,8 @@ def one_device_losses(initial):
 @each_backend
 def test_without_a_seed_the_chiefs_weights_and_order_count(backend):
     results = run(backend, 2, in_worker_unseeded)
-    assert_equal_on_workers([r[1] for r in results])
-    assert_equal_on_workers([r[2] for r in results])
+    assert_all_equal([r[1] for r in results])
+    assert_all_equal([r[2] for r in results])
     assert results[0][3] == results[1][3]
     possible = run_plain(backend, one_device_losses, results[0][0])
     assert min(abs(np.array(possible) / results[0][3][0] - 1)) < 1e-4, "training did not start from the chief"
@@ -274,15 +226,7 @@ def in_worker_masks(seed):
 
     with strategy().scope():
         model = Masks()
-        trained = keras.Sequential(
-            [
-                keras.layers.Input((3,)),
-                keras.layers.Dense(8),
-                keras.layers.Dropout(0.5),
-                keras.layers.Dense(1),
-            ]
-        )
-        trained.compile("adam", "mse")
+        trained = network(8, keras.layers.Dropout(0.5), 1, optimizer="adam")
     masks = model.predict(np.ones((8, 64), "float32"), batch_size=8, verbose=0)
     history = trained.fit(*make_data(), batch_size=6, epochs=2, verbose=0)
     return masks > 0, weights_of(trained), history.history["loss"]
@@ -299,10 +243,10 @@ def test_replicas_draw_different_masks_and_the_same_seed_draws_them_again(backen
     assert 0.3 < masks.mean() < 0.7
     for other in first[1:]:
         np.testing.assert_array_equal(other[0], masks)
-        assert_equal_on_workers([first[0][1], other[1]])
+        assert_all_equal([first[0][1], other[1]])
     again = run(backend, num_workers, in_worker_masks, 11)[0]
     np.testing.assert_array_equal(again[0], masks)
-    assert_close(first[0][1], again[1], rtol=1e-6)
+    assert_close(again[1], first[0][1], rtol=1e-6)
     assert first[0][2] == pytest.approx(again[2], rel=1e-6)
     assert (run(backend, num_workers, in_worker_masks, 12)[0][0] != masks).any()
 
@@ -312,17 +256,12 @@ def test_replicas_draw_different_masks_and_the_same_seed_draws_them_again(backen
 
 def in_worker_continue(under_strategy):
     """Two fits, the second with other data, other batches and a validation set; then an evaluation."""
-    import contextlib
-
     import keras
 
-    seeded()
-
-    with strategy().scope() if under_strategy else contextlib.nullcontext():
-        model = make_model(units=5)
+    model = make_model(seed=5, scope=scope(under_strategy), metrics=["mae"])
     x, y = make_data()
     first = model.fit(x, y, batch_size=5, epochs=2, shuffle=False, verbose=0)
-    x, y = make_data(rows=17)
+    x, y = make_data(17)
     second = model.fit(
         x, y, batch_size=6, epochs=4, initial_epoch=2, shuffle=False, verbose=0, validation_split=0.25
     )
@@ -338,18 +277,15 @@ def in_worker_continue(under_strategy):
 @each_backend
 def test_a_second_fit_continues_with_data_of_another_length(backend):
     expected = run_plain(backend, in_worker_continue, False)
-    for actual in run(backend, 2, in_worker_continue, True):
-        assert_close(expected, actual)
+    assert_close(run(backend, 2, in_worker_continue, True), [expected] * 2)
 
 
 def in_worker_lengths(under_strategy):
     """Sequences of one length, then of another: the step is traced for each."""
-    import contextlib
-
     import keras
 
-    seeded()
-    with strategy().scope() if under_strategy else contextlib.nullcontext():
+    keras.utils.set_random_seed(5)
+    with scope(under_strategy):
         model = keras.Sequential(
             [keras.layers.Input((None, 3)), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)]
         )
@@ -364,5 +300,4 @@ def in_worker_lengths(under_strategy):
 @each_backend
 def test_fits_with_data_of_different_shapes(backend):
     expected = run_plain(backend, in_worker_lengths, False)
-    for actual in run(backend, 2, in_worker_lengths, True):
-        assert_close(expected, actual)
+    assert_close(run(backend, 2, in_worker_lengths, True), [expected] * 2)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import signal
 import time
 
-import numpy as np
 import pytest
 
 from tests.helpers.alive import identity_of, left_of
+from tests.helpers.compare import assert_close
+from tests.helpers.data import make_data
+from tests.helpers.models import network, weights_of
 from tests.helpers.processes import each_backend, each_backend_in_twelve_turns, run, run_plain, strategy
 from tests.helpers.scripts import RUN, Script, environments_of, started
 
@@ -120,18 +123,7 @@ def test_ctrl_c_ends_a_launched_job(backend, tmp_path):
 # In a notebook -----------------------------------------------------------------------------------------------
 
 
-def data():
-    x = np.random.RandomState(0).randn(40, 3).astype("float32")
-    return x, x[:, :1]
-
-
-def make_model():
-    import keras
-
-    keras.utils.set_random_seed(5)
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
-    return model
+make_model = functools.partial(network, 4, 1, optimizer="adam", rate=0.05, seed=5)
 
 
 @contextlib.contextmanager
@@ -144,20 +136,9 @@ def keyboard():
         signal.signal(signal.SIGINT, before)
 
 
-def weights_of(model):
-    import keras
-
-    return [keras.ops.convert_to_numpy(w) for w in model.weights]
-
-
-def assert_close(actual, expected):
-    for one, other in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-6)
-
-
 def plain_steps():
     model = make_model()
-    x, y = data()
+    x, y = make_data(40)
     model.fit(x[:12], y[:12], batch_size=4, shuffle=False, verbose=0)
     after_three = weights_of(model)
     model.fit(x, y, batch_size=4, shuffle=False, epochs=2, verbose=0)
@@ -173,12 +154,11 @@ def in_worker_interrupt():
             if batch == 2:
                 os.kill(os.getpid(), signal.SIGINT)
 
-    with strategy().scope():
-        model = make_model()
+    model = make_model(scope=strategy().scope())
     with keyboard(), pytest.raises(KeyboardInterrupt):
-        model.fit(*data(), batch_size=4, shuffle=False, verbose=0, callbacks=[Stop()])
+        model.fit(*make_data(40), batch_size=4, shuffle=False, verbose=0, callbacks=[Stop()])
     after_three = weights_of(model)
-    model.fit(*data(), batch_size=4, shuffle=False, epochs=2, verbose=0)
+    model.fit(*make_data(40), batch_size=4, shuffle=False, epochs=2, verbose=0)
     return after_three + weights_of(model)
 
 
@@ -196,9 +176,8 @@ def in_worker_interrupt_anywhere():
 
     import keras
 
-    x, y = data()
-    with strategy().scope():
-        model = make_model()
+    x, y = make_data(40)
+    model = make_model(scope=strategy().scope())
     initial = [0 * w + 0.1 for w in weights_of(model)]
     for delay in (0.0, 0.001, 0.002, 0.005, 0.01, 0.02):
         has_begun = threading.Event()
@@ -231,7 +210,7 @@ def plain_from(initial):
     model = make_model()
     model.set_weights(initial)
     model.compile(keras.optimizers.SGD(0.1), "mse")
-    model.fit(*data(), batch_size=4, shuffle=False, epochs=2, verbose=0)
+    model.fit(*make_data(40), batch_size=4, shuffle=False, epochs=2, verbose=0)
     return weights_of(model)
 
 
@@ -269,9 +248,8 @@ def in_worker_ignored_interrupt():
             ignore_ctrl_c()
             raise ValueError("an error that hides the interrupt")
 
-    x, y = data()
-    with strategy().scope():
-        model = make_model()
+    x, y = make_data(40)
+    model = make_model(scope=strategy().scope())
     run = strategy().run
 
     class Rescues(keras.callbacks.Callback):
@@ -332,10 +310,9 @@ def in_worker_interrupt_between_replicas():
             raise KeyboardInterrupt
         return key
 
-    with strategy().scope():
-        model = make_model()
+    model = make_model(scope=strategy().scope())
     initial = weights_of(model)
-    x, y = data()
+    x, y = make_data(40)
     model.fit(x[:4], y[:4], batch_size=4, verbose=0)
 
     def add() -> object:

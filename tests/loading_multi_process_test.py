@@ -5,12 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.helpers.compare import assert_close, assert_equal
+from tests.helpers.data import make_data
+from tests.helpers.models import state_of
 from tests.helpers.processes import each_backend_in_twelve_turns, run, strategy
-from tests.saving_multi_process_test import assert_same, make_data, make_model, state_of
+from tests.saving_multi_process_test import make_model
 
 
 def in_worker_save_for_others(path):
-    model = make_model(strategy().scope())
+    model = make_model(scope=strategy().scope())
     model.fit(*make_data(), batch_size=6, epochs=2, shuffle=False, verbose=0)
     model.save(path)
     saved = state_of(model)
@@ -48,12 +51,12 @@ def test_a_file_is_loaded_anywhere_and_trains_on(backend, tmp_path):
     ):
         for results in run(where, workers, in_worker_load, path, scoped):
             for loaded, trained in results:
-                assert_same(saved, loaded, rtol=0)
-                assert_same(continued, trained, rtol=1e-4, atol=1e-5)
+                assert_equal(saved, loaded)
+                assert_close(trained, continued, rtol=1e-4, atol=1e-5)
 
 
 def in_worker_save_trained(path):
-    model = make_model(strategy().scope())
+    model = make_model(scope=strategy().scope())
     model.fit(*make_data(), batch_size=6, epochs=1, shuffle=False, verbose=0)
     model.save(path)
     return model.predict(make_data()[0], verbose=0)

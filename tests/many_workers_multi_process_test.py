@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import zlib
@@ -10,7 +9,10 @@ import zlib
 import numpy as np
 import pytest
 
-from tests.helpers.processes import BACKENDS, full_unless, run_plain, start_pool, strategy
+from tests.helpers.compare import assert_equal
+from tests.helpers.data import make_data
+from tests.helpers.models import network, weights_of
+from tests.helpers.processes import BACKENDS, full_unless, run_plain, scope, start_pool, strategy
 from tests.turn import turn
 
 ROWS = 45  # in batches of 20 rows: uneven for 8 and 16 workers, and a last batch with fewer rows than workers
@@ -18,30 +20,17 @@ ROWS = 45  # in batches of 20 rows: uneven for 8 and 16 workers, and a last batc
 LIMIT = 150
 
 
-def data():
-    x = np.random.RandomState(0).randn(ROWS, 6).astype("float32")
-    return x, x[:, :1] - 2 * x[:, 1:2]
-
-
 def make_model(under_strategy):
-    import keras
-
-    keras.utils.set_random_seed(7)
-    with strategy().scope() if under_strategy else contextlib.nullcontext():
-        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
-        model.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae"])
-    return model
+    told = {"optimizer": "adam", "rate": 0.02, "metrics": ["mae"]}
+    return network(8, 1, inputs=6, seed=7, scope=scope(under_strategy), **told)
 
 
 def fit(model):
-    import keras
-
-    x, y = data()
+    x, y = make_data(ROWS, 6)
     history = model.fit(
         x, y, batch_size=20, epochs=2, shuffle=False, verbose=0, validation_data=(x[:9], y[:9])
     )
-    weights = {f"weight {i}": keras.ops.convert_to_numpy(w) for i, w in enumerate(model.weights)}
-    return weights | {name: np.asarray(values) for name, values in history.history.items()}
+    return history.history | {"weights": weights_of(model)}
 
 
 def plain():
@@ -49,7 +38,6 @@ def plain():
 
 
 def in_worker_train(folder):
-    import keras
 
     import kdist
 
@@ -57,11 +45,10 @@ def in_worker_train(folder):
     numbers = fit(model)
     path = kdist.Checkpoint(model=model).save(folder, asynchronous=False)
     kdist.barrier()
-    trained = [keras.ops.convert_to_numpy(w) for w in model.weights]
+    trained = weights_of(model)
     model.set_weights([0 * w for w in trained])
     kdist.Checkpoint(model=model).restore(path)
-    for weight, value in zip(model.weights, trained, strict=True):
-        np.testing.assert_array_equal(keras.ops.convert_to_numpy(weight), value)
+    assert_equal(weights_of(model), trained)
     shards = sorted(name for name in os.listdir(path) if name.startswith("shard-"))
     return numbers, shards
 
@@ -69,7 +56,7 @@ def in_worker_train(folder):
 def in_worker_disagree(who):
     import kdist
 
-    x, y = data()
+    x, y = make_data(ROWS, 6)
     rows = ROWS - 1 if strategy().runtime.worker_index == who else ROWS
     with pytest.raises(kdist.errors.WorkerMismatchError) as caught:
         make_model(True).fit(x[:rows], y[:rows], verbose=0)

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from kdist.testing import WorkerFailure
+from tests.helpers.compare import assert_close
+from tests.helpers.data import make_data
 from tests.helpers.processes import each_backend, run, run_plain, scope
 from tests.helpers.scripts import Script, environments_of, finished
-from tests.saving_multi_process_test import make_data, make_model
+from tests.saving_multi_process_test import make_model
 
 needs_orbax = pytest.mark.skipif(
     importlib.util.find_spec("orbax") is None, reason="orbax-checkpoint is not installed"
@@ -74,7 +76,7 @@ def in_worker_fit(folder, scoped, own_folders=False):
     import keras
 
     _stand_in()
-    model = make_model(scope(scoped))
+    model = make_model(scope=scope(scoped))
     x, y = make_data()
     directory = f"{folder}/{_rank()}" if own_folders else folder
     saves = keras.callbacks.OrbaxCheckpoint(directory, save_on_background=False, save_freq=4)
@@ -153,5 +155,4 @@ def test_plain_keras_loads_what_orbax_wrote(backend, tmp_path):
     for worker in workers:
         expected = worker.told()
         assert len(weights) == len(expected)
-        for mine, theirs in zip(weights, expected, strict=True):
-            np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+        assert_close(weights, expected, rtol=1e-6, atol=0)

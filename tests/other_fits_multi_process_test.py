@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
+from tests.helpers import data
+from tests.helpers.compare import assert_close
 from tests.helpers.processes import each_backend, run, run_plain, scope
-
-
-def arrays(rows: int = 23) -> Any:
-    random = np.random.RandomState(3)
-    x = random.randn(rows, 3).astype("float32")
-    return x, x @ np.array([[1.0], [-2.0], [0.5]], "float32")
 
 
 def bare_trainer(under_strategy: bool) -> Any:
@@ -30,7 +25,7 @@ def bare_trainer(under_strategy: bool) -> Any:
     with scope(under_strategy):
         model = Regression()
         model.compile(keras.optimizers.Adam(0.1), "mse", metrics=["mae"])
-    x, y = arrays()
+    x, y = data.make_data(23)
     history = model.fit(x, y, batch_size=5, epochs=2, shuffle=False, verbose=0).history
     values = model.evaluate(x, y, batch_size=5, verbose=0, return_dict=True)
     return [history, values, model.predict(x, batch_size=5, verbose=0), *model.get_weights()]
@@ -40,7 +35,7 @@ def endless(under_strategy: bool) -> Any:
     """Its batches in their order, each once. Plain Keras may lose the first ones, so it gets each epoch's as arrays."""
     import keras
 
-    x, y = arrays(60)
+    x, y = data.make_data(60)
 
     class Endless(keras.utils.PyDataset):
         num_batches = None
@@ -74,7 +69,7 @@ def limited(under_strategy: bool) -> Any:
     try:
         keras.config.set_max_epochs(2)
         keras.config.set_max_steps_per_epoch(3)
-        history = model.fit(*arrays(), batch_size=4, epochs=4, shuffle=False, verbose=0).history
+        history = model.fit(*data.make_data(23), batch_size=4, epochs=4, shuffle=False, verbose=0).history
     finally:
         keras.config.set_max_epochs(None)
         keras.config.set_max_steps_per_epoch(None)
@@ -93,14 +88,4 @@ def limited(under_strategy: bool) -> Any:
 def test_it_fits_as_plain_keras(backend: str, num_workers: int, fits: Any) -> None:
     expected = run_plain(backend, fits, False)
     for actual in run(backend, num_workers, fits, True):
-        assert_close(actual, expected)
-
-
-def assert_close(actual: Any, expected: Any) -> None:
-    assert len(actual) == len(expected)
-    for mine, theirs in zip(actual, expected, strict=True):
-        if isinstance(theirs, dict):
-            assert mine.keys() == theirs.keys()
-            assert_close(list(mine.values()), list(theirs.values()))
-        else:
-            np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+        assert_close(actual, expected, rtol=1e-4)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.compare import assert_close
 from tests.helpers.processes import each_backend, run, run_plain, scope
 
 
@@ -273,23 +274,15 @@ def test_it_trains_as_on_one_device(
 ) -> None:
     if (backend, trains) not in plain:
         plain[backend, trains] = run_plain(backend, trains, True, False)
-    assert_close(run(backend, num_workers, trains, True, True), [plain[backend, trains]] * num_workers)
+    assert_close(
+        run(backend, num_workers, trains, True, True), [plain[backend, trains]] * num_workers, rtol=1e-4
+    )
 
 
 @pytest.mark.in_turn(4)
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_sub_models_may_be_built_by_the_step_where_keras_allows_it(num_workers: int) -> None:
     expected = run_plain("tensorflow", trains_a_gan, False, False)
-    assert_close(run("tensorflow", num_workers, trains_a_gan, False, True), [expected] * num_workers)
-
-
-def assert_close(actual: Any, expected: Any) -> None:
-    if isinstance(expected, dict):
-        assert actual.keys() == expected.keys()
-        actual, expected = list(actual.values()), list(expected.values())
-    if isinstance(expected, (list, tuple)):
-        assert len(actual) == len(expected)
-        for mine, theirs in zip(actual, expected, strict=True):
-            assert_close(mine, theirs)
-    else:
-        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-6)
+    assert_close(
+        run("tensorflow", num_workers, trains_a_gan, False, True), [expected] * num_workers, rtol=1e-4
+    )

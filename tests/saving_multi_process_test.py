@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import time
@@ -10,43 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.helpers.compare import assert_equal
+from tests.helpers.data import make_data
 from tests.helpers.environment import clean_environment
-from tests.helpers.processes import BACKENDS, each_backend, full_unless, run, start_pool, strategy
+from tests.helpers.models import network, state_of
+from tests.helpers.processes import BACKENDS, each_backend, full_unless, rank, run, start_pool, strategy
 from tests.helpers.scripts import environments_of, started
 
 # Everything named in_worker_… runs in the workers of a pool, and returns what the tests compare.
 
 
-def rank():
-    return strategy().runtime.worker_index
-
-
-def make_data(rows=24):
-    x = np.random.RandomState(0).randn(rows, 3).astype("float32")
-    return x, (x[:, :1] * 2 - x[:, 1:2]).astype("float32")
-
-
-def make_model(scope, seed=5):
-    import keras
-
-    keras.utils.set_random_seed(seed)
-    with scope:
-        model = keras.Sequential(
-            [keras.layers.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
-        )
-        model.compile(keras.optimizers.Adam(0.05), "mse", metrics=["mae"])
-    return model
-
-
-def state_of(model):
-    import keras
-
-    return [keras.ops.convert_to_numpy(v) for v in [*model.weights, *model.optimizer.variables]]
-
-
-def assert_same(one, two, **tolerance):
-    for a, b in zip(one, two, strict=True):
-        np.testing.assert_allclose(b, a, **(tolerance or {"rtol": 1e-5, "atol": 2e-6}))
+make_model = functools.partial(network, 4, 1, optimizer="adam", rate=0.05, metrics=["mae"], seed=5)
 
 
 class Written:
@@ -80,7 +55,7 @@ def in_worker_save(folder):
     """Saves in every way; returns the state, who wrote what, and the state that each file gives at once."""
     import keras
 
-    model = make_model(strategy().scope())
+    model = make_model(scope=strategy().scope())
     model.fit(*make_data(), batch_size=6, verbose=0)
     loaded = {}
 
@@ -102,7 +77,7 @@ def in_worker_save(folder):
         load("folder")
         model.save_weights(f"{folder}/all.weights.h5")
         model.save_weights(f"{folder}/shards.weights.json", max_shard_size=0.1)
-        other = make_model(strategy().scope())
+        other = make_model(scope=strategy().scope())
         other.load_weights(f"{folder}/shards.weights.json")
         loaded["shards"] = state_of(other)[:4]
         own = f"own-{rank()}.keras"
@@ -126,13 +101,13 @@ def check_saved(results, folder):
     after, names, loaded, _ = results[0]
     assert names.count("same.keras") == 1 and names.count("chief.keras") == 4
     for index, (state, written, others, missing) in enumerate(results):
-        assert_same(state, after, rtol=0)
+        assert_equal(state, after)
         assert missing == 1
-        assert_same(others["chief.keras"], after, rtol=0)
-        assert_same(others["shards"], loaded["same.keras"][:4], rtol=0)
+        assert_equal(others["chief.keras"], after)
+        assert_equal(others["shards"], loaded["same.keras"][:4])
         for name in ("same.keras", "second.keras", "folder"):
-            assert_same(others[name], loaded["same.keras"], rtol=0)
-        assert_same(others[f"own-{index}.keras"], loaded["same.keras"], rtol=0)
+            assert_equal(others[name], loaded["same.keras"])
+        assert_equal(others[f"own-{index}.keras"], loaded["same.keras"])
         if index > 0:  # such.keras: the error is each worker's own
             assert written == [f"own-{index}.keras", "such.keras"]
     assert not [path.name for path in Path(folder).iterdir() if path.name.startswith(".")]
@@ -156,7 +131,7 @@ def in_worker_doubt(folder):
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger("kdist").addHandler(handler)
-    model = make_model(strategy().scope(), seed=6)
+    model = make_model(scope=strategy().scope(), seed=6)
     model.fit(*make_data(), batch_size=6, verbose=0)
     saving._log._patience = 0.5
     start = time.monotonic()
@@ -219,7 +194,7 @@ def in_worker_save_layers(folder, synchronized=False):
     model.save_weights(path.replace(".keras", ".weights.h5"))
     with strategy().scope():
         loaded = keras.models.load_model(path)
-    assert_same(model.get_weights(), loaded.get_weights(), rtol=0)
+    assert_equal(model.get_weights(), loaded.get_weights())
     loaded.fit(x, y, batch_size=6, verbose=0)
     return model.predict(x, verbose=0)
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.compare import assert_close
 from tests.helpers.processes import each_backend_in_twelve_turns, run, run_plain
 
 # What is created outside.
@@ -89,5 +90,4 @@ def test_what_was_created_outside_of_the_scope_trains_as_on_one_device(
     for found in run(backend, num_workers, all_mistakes, num_workers == 2):
         for outside, (said, numbers) in zip(MISTAKES, found, strict=True):
             assert len(said) == ("model" in outside), (outside, said)
-            for mine, theirs in zip(numbers, expected, strict=True):
-                np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5, err_msg=str(outside))
+            assert_close(numbers, expected, rtol=1e-4, atol=1e-5, where=str(outside))

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 import kdist
+from tests.helpers.data import make_data
+from tests.helpers.models import network
 from tests.helpers.processes import each_backend, run
 
-
-def _model():
-    import keras
-
-    keras.utils.set_random_seed(3)
-    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    return model
-
-
-def _data(rows=8):
-    import numpy as np
-
-    x = np.random.RandomState(0).randn(rows, 2).astype("float32")
-    return x, x.sum(axis=1, keepdims=True)
+_model = functools.partial(network, 1, seed=3)
+_data = functools.partial(make_data, 8)
 
 
 def _remembers_outside():

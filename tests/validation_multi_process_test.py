@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import warnings
 
-import numpy as np
 import pytest
 
-from tests.helpers.processes import each_backend, each_backend_in_twelve_turns, run, run_plain, strategy
-
-
-def data(rows=10):
-    x = np.random.RandomState(0).randn(rows, 3).astype("float32")
-    return x, x[:, :1]
+from tests.helpers.data import make_data
+from tests.helpers.models import network
+from tests.helpers.processes import (
+    each_backend,
+    each_backend_in_twelve_turns,
+    run,
+    run_plain,
+    scope,
+    strategy,
+)
 
 
 def batches(number):
-    x, y = data()
+    x, y = make_data(10)
     for start in range(0, 2 * number, 2):
         yield x[start : start + 2], y[start : start + 2]
 
 
 CASES = {
-    "no rows": lambda: {"validation_data": tuple(array[:0] for array in data())},
+    "no rows": lambda: {"validation_data": tuple(array[:0] for array in make_data(10))},
     "no batch": lambda: {"validation_data": batches(0)},
     # Keras reads the first batch in advance, and evaluates it again in each epoch after the end of the generator.
     "exhausted": lambda: {"validation_data": batches(2)},
@@ -36,21 +38,14 @@ CASES = {
 
 def fit_each(under_strategy):
     """Returns the history and the warnings of each case, or its error."""
-    import keras
-
     found = {}
     for name, arguments in CASES.items():
-        keras.utils.set_random_seed(3)
-        with strategy().scope() if under_strategy else contextlib.nullcontext():
-            model = keras.Sequential(
-                [keras.Input((3,)), keras.layers.Dense(2, "tanh"), keras.layers.Dense(1)]
-            )
-            model.compile("sgd", "mse", metrics=["mae"])
+        model = network(2, 1, metrics=["mae"], seed=3, scope=scope(under_strategy))
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
                 history = model.fit(
-                    *data(), batch_size=4, epochs=3, shuffle=False, verbose=0, **arguments()
+                    *make_data(10), batch_size=4, epochs=3, shuffle=False, verbose=0, **arguments()
                 ).history
             except ValueError as error:
                 found[name] = str(error)
@@ -86,7 +81,7 @@ def in_worker_fit_nothing():
     with strategy().scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
-    x, y = data(0)
+    x, y = make_data(0)
     messages = []
     for method in (model.fit, model.evaluate):
         with pytest.raises(kdist.errors.InvalidArgumentError) as caught:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint import jobs
+from tests.helpers.compare import assert_equal
 from tests.helpers.processes import each_backend, each_backend_in_twelve_turns, run
 from tests.helpers.scripts import Script
 
@@ -35,8 +36,7 @@ def in_worker_restore_error(path, width=5):
     before = model.get_weights()
     with pytest.raises(kdist.errors.CheckpointError) as caught:
         checkpoint.restore(path)
-    for value, wanted in zip(model.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(value, wanted)
+    assert_equal(model.get_weights(), before)
     assert checkpoint.epoch == 7
     return type(caught.value).__name__, str(caught.value)
 

@@ -22,6 +22,7 @@ from hypothesis.extra import numpy as arrays_of
 from kdist.coordinator import rpc, tls
 from kdist.coordinator.rpc import CallFailed, Peer, PeerLost, Service
 from kdist.errors import ClusterConfigError, InvalidArgumentError
+from tests.helpers.compare import assert_equal
 from tests.helpers.scripts import local_addresses
 
 
@@ -79,8 +80,7 @@ def test_sizes_around_those_of_messages(peer: Peer, size: int) -> None:
     sent = [draw.integers(0, 255, size, "uint8"), np.float32(7), draw.random((3, 4))[:, ::2]]
     header, found = peer.call("echo", {"said": 1}, [np.asarray(one) for one in sent])
     assert header == {"heard": 1}
-    for mine, theirs in zip(sent, found, strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    assert_equal(sent, found)
 
 
 def test_the_dtypes_of_accelerators(peer: Peer) -> None:

@@ -10,7 +10,8 @@ import threading
 import numpy as np
 import pytest
 
-from tests.data.fit_multi_process_test import LIMIT, arrays, in_batches, new_model
+from tests.data.fit_multi_process_test import LIMIT, new_model
+from tests.helpers.data import in_batches, make_data
 from tests.helpers.processes import each_backend, run, strategy
 
 
@@ -137,7 +138,7 @@ def test_workers_shuffle_alike_without_a_seed(backend, kind):
 def in_worker_position_after_fit(kind):
     import keras
 
-    x, y = arrays(12)
+    x, y = make_data(12)
 
     class Batches(keras.utils.PyDataset):
         def __len__(self):
@@ -196,7 +197,7 @@ def test_a_py_dataset_that_prepares_its_batches_when_an_epoch_begins(backend):
 def in_worker_stop_early():
     import keras
 
-    x, y = arrays(24)
+    x, y = make_data(24)
     batches = in_batches(x, y, (4,) * 6)
 
     class Stop(keras.callbacks.Callback):
@@ -227,7 +228,7 @@ def in_worker_differ(what):
     import kdist
 
     index = strategy().runtime.worker_index
-    ((x, y),) = in_batches(*arrays(4), (4,))
+    ((x, y),) = in_batches(*make_data(4), (4,))
     own = {
         "dtype": [(x, y.astype("int32") if index else y)],
         "structure": [(x, y, np.ones(4)) if index else (x, y)],
@@ -321,7 +322,7 @@ def in_worker_dropped_iterator():
         del batches
         dropped = [dropped_by.get(timeout=60)]
         if keras.backend.backend() == "tensorflow":
-            new_model().fit(*arrays(), epochs=1, verbose=0)
+            new_model().fit(*make_data(22), epochs=1, verbose=0)
             dropped.append(dropped_by.get(timeout=60))
         return first, set(dropped)
     finally:

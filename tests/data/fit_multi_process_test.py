@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import threading
@@ -10,7 +9,10 @@ import threading
 import numpy as np
 import pytest
 
-from tests.helpers.processes import each_backend, run, run_plain, strategy
+from tests.helpers.compare import assert_close
+from tests.helpers.data import in_batches, make_data
+from tests.helpers.models import network, state_of
+from tests.helpers.processes import each_backend, run, run_plain, scope, strategy
 
 NUM_WORKERS = 2
 # Errors come within 10 s; a machine that runs several such tests at once may take twice as long.
@@ -18,54 +20,30 @@ LIMIT = 20.0
 EPOCHS = 2
 
 
-def arrays(rows=22):
-    x = np.random.RandomState(0).randn(rows, 3).astype("float32")
-    return x, (x[:, :1] - x[:, 1:2]).astype("float32")
-
-
-def in_batches(x, y, sizes):
-    ends = np.cumsum(sizes)
-    return [(x[end - size : end], y[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
-
-
-def new_model(scope=True):
-    import keras
-
-    keras.utils.set_random_seed(0)
-    with strategy().scope() if scope else contextlib.nullcontext():
-        model = keras.Sequential(
-            [keras.layers.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
-        )
-        model.compile("adam", "mse", metrics=["mae"])
-    return model
+def new_model(under_strategy=True):
+    return network(4, 1, optimizer="adam", metrics=["mae"], seed=0, scope=scope(under_strategy))
 
 
 # One model a process, for the tests that compare numbers: what it has compiled serves all of them.
 _models = {}
 
 
-def same_model(scope=True):
+def same_model(under_strategy=True):
     """A model as `new_model` makes it, with the same weights and a fresh optimizer, at the first call made anew."""
-    if scope not in _models:
-        model = new_model(scope)
-        with strategy().scope() if scope else contextlib.nullcontext():
+    if under_strategy not in _models:
+        model = new_model(under_strategy)
+        with scope(under_strategy):
             model.optimizer.build(model.trainable_variables)
-        _models[scope] = (model, [np.array(w) for w in values_of(model)])
-    model, start = _models[scope]
+        _models[under_strategy] = (model, state_of(model))
+    model, start = _models[under_strategy]
     for variable, value in zip((*model.variables, *model.optimizer.variables), start, strict=True):
         variable.assign(value)
     return model
 
 
-def values_of(model):
-    import keras
-
-    return [keras.ops.convert_to_numpy(v.value) for v in (*model.variables, *model.optimizer.variables)]
-
-
 def on_one_device(batches, epochs=EPOCHS):
     """The numbers of plain Keras on global batches, one `train_on_batch` after the other."""
-    model = same_model(scope=False)
+    model = same_model(False)
     history = model.fit(
         (batch for _ in range(epochs) for batch in batches),
         steps_per_epoch=len(batches),
@@ -88,12 +66,6 @@ def under_strategy(dataset, **fit):
     evaluated = model.evaluate(dataset, verbose=0, **steps)
     predicted = model.predict(dataset, verbose=0, **steps)
     return {**history, "evaluate": evaluated, "predict": predicted, "weights": flat(model)}
-
-
-def assert_close(expected, actual):
-    assert expected.keys() == actual.keys()
-    for name in expected:
-        np.testing.assert_allclose(actual[name], expected[name], rtol=1e-5, atol=2e-6, err_msg=name)
 
 
 # Equal numbers ------------------------------------------------------------------------------------------------
@@ -148,14 +120,14 @@ def global_datasets(x, y, sizes, plain):
 
 
 def in_worker_fit_global_batches(kind, sizes, plain):
-    dataset = global_datasets(*arrays(sum(sizes)), sizes, plain)[kind]()
+    dataset = global_datasets(*make_data(sum(sizes)), sizes, plain)[kind]()
     if plain:
         return under_strategy(dataset, shuffle=False)
     return under_strategy(strategy().experimental_distribute_dataset(dataset))
 
 
 def in_worker_expected(sizes):
-    return on_one_device(in_batches(*arrays(sum(sizes)), sizes))
+    return on_one_device(in_batches(*make_data(sum(sizes)), sizes))
 
 
 @functools.cache
@@ -170,7 +142,7 @@ def expected_of(backend, function, *args):
 def test_global_batches(backend, kind):
     expected = expected_of(backend, in_worker_expected, ODD_SIZES)
     for found in run(backend, NUM_WORKERS, in_worker_fit_global_batches, kind, ODD_SIZES, False):
-        assert_close(expected, found)
+        assert_close(found, expected)
 
 
 @each_backend
@@ -178,7 +150,7 @@ def test_global_batches(backend, kind):
 def test_plain_datasets_need_no_distributing(backend, kind):
     expected = expected_of(backend, in_worker_expected, ODD_SIZES)
     for found in run(backend, NUM_WORKERS, in_worker_fit_global_batches, kind, ODD_SIZES, True):
-        assert_close(expected, found)
+        assert_close(found, expected)
 
 
 # Unequal lengths: worker 0 has batches of 3, 3 and 1 rows, worker 1 of 3 and 2, and five more steps of 2.
@@ -186,7 +158,7 @@ OWN_SIZES = ((3, 3, 1), (3, 2, 2, 2, 2, 2, 2))
 
 
 def own_batches(worker):
-    x, y = arrays(sum(map(sum, OWN_SIZES)))
+    x, y = make_data(sum(map(sum, OWN_SIZES)))
     start = sum(OWN_SIZES[0]) * worker
     stop = start + sum(OWN_SIZES[worker])
     return in_batches(x[start:stop], y[start:stop], OWN_SIZES[worker])
@@ -225,11 +197,11 @@ def in_worker_fit_own(as_loader):
 def test_pipelines_of_unequal_lengths_lose_no_row(backend, as_loader):
     expected = expected_of(backend, in_worker_expected_of_own)
     for found in run(backend, NUM_WORKERS, in_worker_fit_own, as_loader):
-        assert_close(expected, found)
+        assert_close(found, expected)
 
 
 def in_worker_fit_infinite():
-    x, y = arrays(8)
+    x, y = make_data(8)
 
     def dataset_fn(context):
         dataset = strategy().make_experimental_numpy_dataset((x, y)).repeat()
@@ -252,9 +224,9 @@ def in_worker_fit_infinite():
 
 
 def in_worker_expected_of_infinite():
-    x, y = arrays(8)
+    x, y = make_data(8)
     rows = [[(2 * t + i) % 8 for i in range(4)] for t in range(3 * EPOCHS)]
-    model = new_model(scope=False)
+    model = new_model(False)
     history = model.fit(((x[r], y[r]) for r in rows), steps_per_epoch=3, epochs=EPOCHS, verbose=0).history
     return {**history, "weights": flat(model)}
 
@@ -263,7 +235,7 @@ def in_worker_expected_of_infinite():
 def test_a_dataset_without_end_goes_on_from_epoch_to_epoch(backend):
     expected = run_plain(backend, in_worker_expected_of_infinite)
     for found in run(backend, NUM_WORKERS, in_worker_fit_infinite):
-        assert_close(expected, found)
+        assert_close(found, expected)
 
 
 def generated():
@@ -287,7 +259,7 @@ def in_worker_fit_generator():
 
 
 def in_worker_expected_of_generator():
-    model = new_model(scope=False)
+    model = new_model(False)
     for batch in generated()[:6]:
         model.train_on_batch(*batch)
     return flat(model)
@@ -317,7 +289,7 @@ def in_worker_error(what):
     import kdist
 
     index = strategy().runtime.worker_index
-    x, y = arrays(8)
+    x, y = make_data(8)
     good = in_batches(x, y, (4, 4))
 
     def failing():
@@ -380,9 +352,9 @@ def test_errors_reach_all_workers(backend, what):
 def in_worker_fit_outside():
     import kdist
 
-    dataset = strategy().experimental_distribute_dataset(in_batches(*arrays(8), (4, 4)))
+    dataset = strategy().experimental_distribute_dataset(in_batches(*make_data(8), (4, 4)))
     with pytest.raises(kdist.errors.StrategyScopeError, match="created outside the scope of a strategy"):
-        new_model(scope=False).fit(dataset, verbose=0)
+        new_model(False).fit(dataset, verbose=0)
     with pytest.raises(ValueError, match="`y` cannot be combined with a distributed dataset"):
         new_model().fit(dataset, np.ones(3), verbose=0)
     return [thread.name for thread in threading.enumerate() if thread.name == "kdist prefetch"]

@@ -7,7 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from tests.data.fit_multi_process_test import NUM_WORKERS, arrays, in_batches
+from tests.data.fit_multi_process_test import NUM_WORKERS
+from tests.helpers.data import in_batches, make_data
 from tests.helpers.processes import each_backend, run, strategy
 
 
@@ -16,7 +17,7 @@ def in_worker_iterate():
 
     import kdist
 
-    x, y = arrays(10)
+    x, y = make_data(10)
     dataset = strategy().experimental_distribute_dataset(in_batches(x, y, (4, 4, 2)))
     spec = [(tuple(s.shape), keras.backend.standardize_dtype(s.dtype)) for s in dataset.element_spec]
     iterator = iter(dataset)
@@ -34,7 +35,7 @@ def in_worker_iterate():
 
 @each_backend
 def test_the_iterator(backend):
-    x, _ = arrays(10)
+    x, _ = make_data(10)
     for index, (spec, first, last, state, end, rows) in enumerate(
         run(backend, NUM_WORKERS, in_worker_iterate)
     ):

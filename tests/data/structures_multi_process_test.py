@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.data.fit_multi_process_test import NUM_WORKERS, arrays, assert_close, flat
+from tests.data.fit_multi_process_test import NUM_WORKERS, flat
+from tests.helpers.compare import assert_close
+from tests.helpers.data import make_data
 from tests.helpers.processes import each_backend, run, run_plain, strategy
 
 
@@ -13,7 +15,7 @@ def in_worker_fit_dictionaries(scope):
     import keras
 
     keras.utils.set_random_seed(0)
-    x, y = arrays(11)
+    x, y = make_data(11)
     weights = np.linspace(0, 1, 11, dtype="float32")
     a, b = keras.Input((3,), name="a"), keras.Input((3,), name="b")
 
@@ -38,7 +40,7 @@ def in_worker_fit_dictionaries(scope):
 def test_dictionaries_and_sample_weights(backend):
     expected = run_plain(backend, in_worker_fit_dictionaries, False)
     for found in run(backend, NUM_WORKERS, in_worker_fit_dictionaries, True):
-        assert_close(expected, found)
+        assert_close(found, expected)
 
 
 def in_worker_fit_words(scope):
@@ -67,7 +69,7 @@ def in_worker_fit_words(scope):
 def test_preprocessing_layers_in_a_pipeline(backend):
     expected = run_plain(backend, in_worker_fit_words, False)
     for found in run(backend, NUM_WORKERS, in_worker_fit_words, True):
-        assert_close(expected, found)
+        assert_close(found, expected)
 
 
 def in_worker_fit_sparse(scope, plain):
@@ -100,7 +102,7 @@ def test_sparse_tensors(backend, plain):
         pytest.skip("Keras itself reads no sparse tensors on PyTorch; a distributed dataset makes them dense")
     expected = run_plain(backend, in_worker_fit_sparse, False, plain)
     for found in run(backend, NUM_WORKERS, in_worker_fit_sparse, True, plain):
-        assert_close(expected, found)
+        assert_close(found, expected)
 
 
 def in_worker_fit_scipy(scope, distribute):
@@ -131,7 +133,7 @@ def test_sparse_matrices_of_scipy(backend):
     expected = run_plain(backend, in_worker_fit_scipy, False, False)
     for distribute in (False, True):
         for found in run(backend, NUM_WORKERS, in_worker_fit_scipy, True, distribute):
-            assert_close(expected, found)
+            assert_close(found, expected)
 
 
 def in_worker_read_native_kinds():

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.docs.examples import example
+from tests.helpers.compare import assert_close
 from tests.helpers.environment import ROOT, clean_environment
 from tests.helpers.processes import each_backend_in_twelve_turns, run, run_plain
 
@@ -82,5 +82,4 @@ def test_both_sides_of_the_difference_train_the_same() -> None:
     weights, history = run_plain("torch", trained, before)
     for shared_weights, shared_history in run("torch", 2, trained, TRAIN):
         assert shared_history == {name: pytest.approx(values, rel=1e-4) for name, values in history.items()}
-        for one, two in zip(weights, shared_weights, strict=True):
-            np.testing.assert_allclose(two, one, rtol=1e-4, atol=1e-5)
+        assert_close(shared_weights, weights, rtol=1e-4, atol=1e-5)

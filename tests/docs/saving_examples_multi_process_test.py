@@ -6,8 +6,6 @@ import itertools
 import os
 from pathlib import Path
 
-import numpy as np
-
 from tests.docs.examples import Run, each_example, run_example, runs
 from tests.docs.things import (
     assert_same,
@@ -17,6 +15,7 @@ from tests.docs.things import (
     new_model,
     rows,
 )
+from tests.helpers.compare import assert_equal
 from tests.helpers.processes import strategy
 
 
@@ -36,8 +35,7 @@ def checkpoints_1(example: Run) -> None:
     saved = [w + 0 for w in model.get_weights()]
     model.set_weights([w + 1 for w in saved])
     example(checkpoint=checkpoint, kdist=kdist)
-    for expected, found in zip(saved, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(found, expected)
+    assert_equal(model.get_weights(), saved)
 
 
 def evaluator_0(example: Run) -> None:

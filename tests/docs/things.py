@@ -10,7 +10,10 @@ from unittest import mock
 
 import numpy as np
 
-from tests.helpers.processes import strategy
+from tests.helpers.compare import assert_close
+from tests.helpers.data import make_data
+from tests.helpers.models import network
+from tests.helpers.processes import scope
 
 
 def images() -> dict[str, Any]:
@@ -21,20 +24,13 @@ def images() -> dict[str, Any]:
 
 def rows() -> dict[str, Any]:
     """300 rows of which a network can learn something."""
-    draw = np.random.RandomState(0)
-    x = draw.randn(300, 8).astype("float32")
-    return {"x": x, "y": x[:, :1] - x[:, 1:2]}
+    x, y = make_data(300, 8)
+    return {"x": x, "y": y}
 
 
 def new_model(plain: bool = False) -> Any:
     """A small model, the same each time, of the worker's strategy or plain."""
-    import keras
-
-    keras.utils.set_random_seed(3)
-    with contextlib.nullcontext() if plain else strategy().scope():
-        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
-        model.compile("adam", "mse")
-    return model
+    return network(4, 1, inputs=8, optimizer="adam", seed=3, scope=scope(not plain))
 
 
 def dataset(shuffles: bool = True) -> Any:
@@ -49,8 +45,7 @@ def dataset(shuffles: bool = True) -> Any:
 
 def assert_same(one: Any, two: Any) -> None:
     """Two models have the same weights, to rounding."""
-    for a, b in zip(one.get_weights(), two.get_weights(), strict=True):
-        np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-6)
+    assert_close(two.get_weights(), one.get_weights())
 
 
 class NoKdist:

@@ -12,6 +12,7 @@ import numpy as np
 
 from tests.fuzz.mutate import change_bytes, change_value, dump
 from tests.fuzz.target import Target
+from tests.helpers.compare import assert_equal
 
 # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -85,8 +86,7 @@ def checkpoints(folder: str) -> list[Target]:
         try:
             restored.restore(bad)
         except kdist.errors.KdistError:
-            for value, wanted in zip(model.get_weights(), before, strict=True):
-                np.testing.assert_array_equal(value, wanted)
+            assert_equal(model.get_weights(), before)
             assert str(state.random_state()) == numbers
             raise
 

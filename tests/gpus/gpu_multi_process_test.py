@@ -11,10 +11,10 @@ import subprocess
 import sys
 import textwrap
 
-import numpy as np
 import pytest
 
 from kdist.cluster import may_have_gpus, visible_gpus
+from tests.helpers.compare import assert_close
 from tests.helpers.environment import clean_environment
 from tests.helpers.processes import each_backend
 from tests.helpers.scripts import Script, local_addresses, tf_config
@@ -101,8 +101,7 @@ def same_as_plain_keras(tmp_path, backend, source, workers=1, build="", **told):
     plain = f"print(json.dumps(train(build({build}))))"
     (expected,) = scripts(tmp_path, backend, plain, CUDA_VISIBLE_DEVICES="", JAX_PLATFORMS="cpu")
     for weights in scripts(tmp_path, backend, source, workers, **told):
-        for one, whole in zip(weights, expected, strict=True):
-            np.testing.assert_allclose(one, whole, rtol=2e-4, atol=2e-5)
+        assert_close(weights, expected, rtol=2e-4, atol=2e-5)
 
 
 MIRRORED = """
@@ -188,8 +187,7 @@ def test_rematerialization_with_dropout_repeats_the_mask(tmp_path):
         print(json.dumps([once(contextlib.nullcontext()), once(keras.RematScope("full"))]))
     """
     ((without, with_it),) = scripts(tmp_path, "torch", source)
-    for one, other in zip(without, with_it, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    assert_close(without, with_it, rtol=1e-4, atol=1e-5)
 
 
 def test_cuda_generators_are_restored(tmp_path):

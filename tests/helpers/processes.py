@@ -162,6 +162,11 @@ def strategy(num_replicas: int = 2) -> Any:
     return _in_worker[num_replicas] if num_replicas in _in_worker else next(iter(_in_worker.values()))
 
 
+def rank() -> int:
+    """In a worker of a pool: its index."""
+    return int(os.environ["RANK"])
+
+
 def scope(under_strategy: bool) -> Any:
     """In a worker of a pool: its strategy's scope; in a plain process, nothing."""
     return strategy().scope() if under_strategy else contextlib.nullcontext()

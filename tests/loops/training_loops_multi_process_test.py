@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import kdist
+from tests.helpers.compare import assert_close
 from tests.helpers.processes import each_backend, run, strategy
 from tests.loops.clusters import each_cluster, each_cluster_of, number_of, numpy_of, on_workers, per_replica
 
@@ -246,8 +247,7 @@ def test_optimizers_do_what_they_do_on_one_device(backend, num_workers, num_repl
             (losses_alone, state_alone, iterations_alone),
         ) in found.items():
             np.testing.assert_allclose(losses, losses_alone, rtol=1e-5, err_msg=name)
-            for one, other in zip(state, state_alone, strict=True):
-                np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6, err_msg=name)
+            assert_close(state, state_alone, rtol=2e-5, atol=1e-6, where=name)
             assert iterations == iterations_alone
 
 

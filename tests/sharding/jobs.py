@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.helpers.models import state_of
+
 WORDS, LENGTH, WIDTH = 24, 6, 16
 _strategies: dict[str, Any] = {}
 
@@ -58,13 +60,6 @@ def data(rows: int = 21) -> tuple[np.ndarray, np.ndarray]:
     """Rows that neither two nor four replicas divide."""
     tokens = np.random.RandomState(0).randint(0, WORDS, (rows, LENGTH + 1))
     return tokens[:, :-1].astype("int32"), tokens[:, 1:].astype("int32")
-
-
-def values_of(model: Any) -> list[np.ndarray]:
-    """All variables of a model as arrays, those of its optimizer too."""
-    import keras
-
-    return [keras.ops.convert_to_numpy(v).copy() for v in (*model.variables, *model.optimizer.variables)]
 
 
 def held(model: Any) -> float:
@@ -123,7 +118,7 @@ def train(name: str | None, rate: float = 0.0) -> dict[str, Any]:
         "losses": history.history["loss"],
         "evaluated": model.evaluate(x, y, batch_size=8, verbose=0),
         "predicted": model.predict(x, batch_size=8, verbose=0),
-        "values": values_of(model),
+        "values": state_of(model),
         "bytes": held(model),
     }
 
@@ -160,7 +155,7 @@ def save(name: str, folder: str) -> tuple[str, str, list[np.ndarray]]:
     path = kdist.Checkpoint(model=model).save(os.path.join(folder, "checkpoints"))
     file = os.path.join(folder, "model.keras")
     model.save(file)
-    return path, file, values_of(model)
+    return path, file, state_of(model)
 
 
 def restore(name: str, path: str, file: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -174,10 +169,10 @@ def restore(name: str, path: str, file: str) -> tuple[list[np.ndarray], list[np.
     kdist.Checkpoint(model=model).restore(path)
     with strategy(name).scope():
         loaded = keras.saving.load_model(file)
-    found = values_of(model), values_of(loaded)
+    found = state_of(model), state_of(loaded)
     for each in (model, loaded):  # and they go on from there
         each.fit(*rows(), batch_size=8, shuffle=False, verbose=0)
-    np.testing.assert_allclose(values_of(model)[0], values_of(loaded)[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(state_of(model)[0], state_of(loaded)[0], rtol=1e-5, atol=1e-6)
     return found
 
 
@@ -188,7 +183,7 @@ def restore_checkpoint(name: str, path: str) -> list[np.ndarray]:
     with strategy(name).scope():
         model = small()
     kdist.Checkpoint(model=model).restore(path)
-    found = values_of(model)
+    found = state_of(model)
     model.fit(*rows(), batch_size=8, shuffle=False, verbose=0)
     return found
 
@@ -257,6 +252,6 @@ def _told(losses: list[float], metric: Any, model: Any, x: Any) -> dict[str, Any
     return {
         "losses": losses,
         "metric": float(metric.result()),
-        "values": values_of(model),
+        "values": state_of(model),
         "called": keras.ops.convert_to_numpy(keras.ops.mean(model(x))),
     }

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from kdist.testing import free_ports
+from tests.helpers.compare import assert_close
+from tests.helpers.models import state_of
 from tests.helpers.processes import run, run_plain, strategy
 from tests.helpers.scripts import Script, environments_of, finished
 from tests.sharding import jobs
@@ -17,7 +19,7 @@ from tests.sharding import jobs
 
 def _trained(model: Any, rows: int = 21) -> list[np.ndarray]:
     model.fit(*jobs.rows(rows), batch_size=8, shuffle=False, verbose=0)
-    return jobs.values_of(model)
+    return state_of(model)
 
 
 def plain() -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -87,8 +89,7 @@ def test_distributions_are_strategies_and_the_other_way_round() -> None:
     uneven, even = run_plain("jax", plain)
     ((values, facts, refused),) = run("jax", 1, as_strategies)
     for actual, expected in zip(values, [uneven] * 5 + [even], strict=True):
-        for ours, theirs in zip(actual, expected, strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=5e-6)
+        assert_close(actual, expected, atol=5e-6)
     of_fully = ["('replica', None)", "(None, None)"]
     assert facts == ["(None, None)"] * 2 + ["(None, 'model')"] * 2 + ["(None, None)", *of_fully]
     for said, kind in zip(refused, ["StrategyScopeError"] * 4, strict=False):
@@ -144,8 +145,7 @@ def test_distributions_are_strategies_on_pytorch(num_workers: int) -> None:
     expected = run_plain("torch", plain_without_normalization)
     for values, facts, refused in run("torch", num_workers, as_strategies_of_workers):
         for actual in values:
-            for ours, theirs in zip(actual, expected, strict=True):
-                np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=5e-6)
+            assert_close(actual, expected, atol=5e-6)
         assert [(names, is_less) for _, names, is_less in facts] == [
             (["cpu:0", "cpu:1"], False),
             (["cpu:0", "cpu:1"], True),

@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.compare import assert_close, assert_equal
+from tests.helpers.data import make_data
+from tests.helpers.models import network
 from tests.helpers.processes import each_backend, run, strategy
 
 
@@ -22,18 +25,12 @@ def leave() -> None:
 
 
 def make_model(seed: int) -> Any:
-    import keras
-
-    keras.utils.set_random_seed(seed)
-    with strategy().scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
-        model.compile(keras.optimizers.Adam(0.05), "mse")
-    return model
+    return network(4, 1, optimizer="adam", rate=0.05, seed=seed, scope=strategy().scope())
 
 
 def data() -> dict[str, Any]:
-    random = np.random.RandomState(1)
-    return {"x": random.rand(40, 3), "y": random.rand(40, 1), "batch_size": 4, "epochs": 2, "verbose": 0}
+    x, y = make_data(40)
+    return {"x": x, "y": y, "batch_size": 4, "epochs": 2, "verbose": 0}
 
 
 def callback_at(step: int, worker: int, act: Any) -> Any:
@@ -83,8 +80,7 @@ def test_sigterm_on_one_worker_lets_all_save_and_leave_at_the_same_step(backend:
         assert len(steps) + len(rest) == 20, "no step is lost or repeated"
         assert 4 <= len(steps) < 20
         assert is_restored, "SIGTERM means again what it meant before"
-        for expected, value in zip(whole, again, strict=True):
-            np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
+        assert_close(again, whole)
     assert results[0][1] == results[1][1]
 
 
@@ -124,8 +120,7 @@ def test_a_handler_saves_and_restores_for_a_loop_of_one_s_own(backend: str, tmp_
     assert results[0][0] == results[1][0]
     for stopped, calls, restored, saved, weights in results:
         assert 3 <= stopped == calls == restored
-        for expected, value in zip(saved, weights, strict=True):
-            np.testing.assert_array_equal(value, expected)
+        assert_equal(weights, saved)
 
 
 def drifting(drifts: bool) -> tuple[str, int]:

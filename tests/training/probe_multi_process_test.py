@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kdist.cluster import environment
+from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.processes import BACKENDS, full_unless, run, run_plain, scope
 
 ROWS = 13  # of batches of 4: the last one has fewer rows than there are replicas
@@ -163,8 +164,7 @@ def seen_by_one_worker(under_strategy: bool) -> Any:
 def test_all_workers_come_to_the_same_verdict(backend):
     expected = run_plain(backend, seen_by_one_worker, False)
     for found in run(backend, 2, seen_by_one_worker, True):
-        for one, two in zip(found, expected, strict=True):
-            np.testing.assert_allclose(one, two, rtol=1e-5)
+        assert_close(found, expected, atol=0)
 
 
 def of_one_row(under_strategy: bool) -> Any:
@@ -209,8 +209,7 @@ def of_one_row(under_strategy: bool) -> Any:
 def test_sums_are_found_out_where_a_replica_has_one_row(backend, num_workers):
     expected = run_plain(backend, of_one_row, False)
     for found in run(backend, num_workers, of_one_row, True):
-        for one, two in zip(found, expected, strict=True):
-            np.testing.assert_allclose(one, two, rtol=1e-5)
+        assert_close(found, expected, atol=0)
 
 
 def coupled(probe: str | None, times: int = 2) -> Any:
@@ -329,8 +328,7 @@ def test_nothing_is_written_and_no_random_number_drawn(backend, num_workers):
     ):
         assert not warned
         assert history == without
-        for one, two in zip(state, expected, strict=True):
-            np.testing.assert_array_equal(one, two)
+        assert_equal(state, expected)
 
 
 @pytest.mark.kills(probe_not_left_out="[torch]")

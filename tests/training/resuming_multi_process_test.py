@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.compare import assert_close
 from tests.helpers.processes import (
     BACKENDS,
     each_backend,
@@ -162,8 +163,7 @@ def check(everyone: Any) -> None:
     for (weights, history, steps), results in everyone:
         for (again, history_again, steps_left), is_left in results:
             assert 0 < steps_left < steps, "it goes on, and does not begin anew"
-            for expected, value in zip(weights, again, strict=True):
-                np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
+            assert_close(again, weights)
             assert history_again.keys() == history.keys()
             for name, values in history.items():
                 np.testing.assert_allclose(history_again[name], values, rtol=1e-4, atol=1e-6, err_msg=name)
@@ -354,8 +354,7 @@ def test_another_number_of_workers_goes_on(backend: str, tmp_path: Path) -> None
     expected = run(backend, 2, start, str(tmp_path), True)[0]
     # One worker of two replicas, which draw the same dropout masks as two workers of one.
     (weights,) = run(backend, 1, start, str(tmp_path), False)
-    for wanted, value in zip(expected, weights, strict=True):
-        np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
+    assert_close(weights, expected)
 
 
 def states() -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kdist.testing import WorkerPool
+from tests.helpers.compare import assert_close
 from tests.helpers.processes import run_plain, start_pool
 from tests.sharding import jobs
 
@@ -161,8 +162,7 @@ def test_a_model_with_normalization_trains_as_on_one_device(
 ) -> None:
     expected = run_plain("jax", normalize, None, rows, 3.0, dtype)
     (actual,) = pool.run(normalize, name, rows, 3.0, dtype)
-    for mine, theirs in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=tolerance, atol=tolerance)
+    assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_moments_beside_a_large_mean_are_those_of_all_rows(pool: WorkerPool) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kdist.testing import WorkerPool
+from tests.helpers.compare import assert_close
 from tests.helpers.processes import start_pool
 
 
@@ -137,8 +138,7 @@ def test_numbers_are_those_of_one_device(pool: WorkerPool) -> None:
     for history, others in pool.run(train, True):
         for name, values in expected.items():
             np.testing.assert_allclose(history[name], values, rtol=1e-5)
-        for one, other in zip(weights, others, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+        assert_close(weights, others)
 
 
 def test_an_error_of_another_kind_is_left_as_it_is(pool: WorkerPool) -> None:

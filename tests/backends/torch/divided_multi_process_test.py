@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.processes import run, run_plain
 
 # Rows that the replicas do not divide, in batches that they do not divide either.
@@ -233,8 +234,7 @@ def test_a_loop_of_ones_own_has_the_gradients_of_all_rows():
     for _, weights, total, first_norm, num_held in found:
         assert num_held == 6
         np.testing.assert_allclose([total, first_norm], [loss, norm], rtol=1e-5)
-        for mine, theirs in zip(weights, expected, strict=True):
-            np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=2e-6)
+        assert_close(weights, expected)
 
 
 def _model_with_a_module(strategy):
@@ -302,8 +302,7 @@ def test_files_and_checkpoints_go_to_other_numbers_of_workers_and_back(tmp_path)
         kdist.Checkpoint(model=model).restore(path).assert_consumed()
         restored = model.get_weights()
         model.load_weights(f"{folder}/half.weights.h5")
-        for mine, theirs in zip(restored, model.get_weights(), strict=True):
-            np.testing.assert_array_equal(mine, theirs)
+        assert_equal(restored, model.get_weights())
         history = model.fit(*_rows(), batch_size=8, epochs=2, shuffle=False, verbose=0)
         return model.get_weights(), history.history["loss"]
 
@@ -317,8 +316,7 @@ def test_files_and_checkpoints_go_to_other_numbers_of_workers_and_back(tmp_path)
     path = run("torch", 2, first_half, str(tmp_path))[0]
     for num_workers, kind in ((1, "mirrored"), (4, "sharded")):
         for weights, losses_again in run("torch", num_workers, second_half, str(tmp_path), path, kind):
-            for mine, theirs in zip(weights, expected, strict=True):
-                np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=2e-6)
+            assert_close(weights, expected)
             # What such a step returns is a mean over the replicas' rows.
             np.testing.assert_allclose(losses_again, losses, rtol=1e-5)
 

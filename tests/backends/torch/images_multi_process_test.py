@@ -9,6 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from tests.helpers.compare import assert_close
 from tests.helpers.processes import run, run_plain, scope
 
 FORMATS = ("channels_last", "channels_first")
@@ -58,8 +59,7 @@ def train(data_format: str, replicas: int) -> list[Any]:
 def test_layers_for_images_have_the_numbers_of_one_device(data_format: str, replicas: int) -> None:
     expected = run_plain("torch", train, data_format, 0)
     (found,) = run("torch", 1, train, data_format, replicas)
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5)
+    assert_close(found, expected, rtol=2e-4, atol=2e-5)
 
 
 def layouts() -> list[bool]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.backends.where import in_worker
+from tests.helpers.compare import assert_equal
 
 if in_worker:
     import keras
@@ -65,8 +66,7 @@ def replayed(model, kind="train"):
 @pytest.mark.parametrize("layer", LAYERS)
 def test_replayed_steps_have_the_bits_of_plain_keras(layer, optimizer):
     plain, model = [make(LAYERS[layer], OPTIMIZERS[optimizer], strategy) for strategy in (False, True)]
-    for actual, expected in zip(numbers(model), numbers(plain), strict=True):
-        np.testing.assert_array_equal(actual, expected)
+    assert_equal(numbers(model), numbers(plain))
     assert [replayed(model, kind) for kind in ("train", "test", "predict")] == [2, 2, 1]
 
 
@@ -250,8 +250,7 @@ def test_gradients_of_the_last_step_stay_readable():
     plain, model = seen.values()
     assert len(plain) == 12
     for actual, expected in zip(model, plain, strict=True):
-        for one, other in zip(actual, expected, strict=True):
-            np.testing.assert_array_equal(one, other)
+        assert_equal(actual, expected)
 
 
 class Counts(keras.layers.Layer if in_worker else object):
@@ -267,8 +266,7 @@ class Counts(keras.layers.Layer if in_worker else object):
 @pytest.mark.kills("torch_custom_code_recorded")
 def test_custom_code_runs_in_each_step_unless_jit_compile_is_set():
     plain, model = [make(Counts, OPTIMIZERS["ema"], strategy) for strategy in (False, True)]
-    for actual, expected in zip(numbers(model), numbers(plain), strict=True):
-        np.testing.assert_array_equal(actual, expected)
+    assert_equal(numbers(model), numbers(plain))
     assert not replayed(model)
     model = make(Counts, OPTIMIZERS["ema"], True, jit_compile=True)
     before = model.layers[1].calls

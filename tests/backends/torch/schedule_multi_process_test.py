@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.compare import assert_equal
 from tests.helpers.processes import run
 
 
@@ -87,8 +88,7 @@ def in_flight(events: list[tuple[str, int]]) -> int:
 def test_workers_that_replay_steps_train_as_workers_that_run_them(eager_workers: tuple[int, ...]) -> None:
     expected = trained((0, 1))[0][0]
     for numbers, _ in trained(eager_workers):
-        for actual, wanted in zip(numbers, expected, strict=True):
-            np.testing.assert_array_equal(actual, wanted)
+        assert_equal(numbers, expected)
 
 
 @pytest.mark.kills("torch_exchanges_one_after_the_other", "torch_exchanges_in_another_order")

@@ -15,6 +15,8 @@ import numpy as np
 
 import kdist
 from kdist.doctor import machines, probes
+from tests.helpers.data import make_data
+from tests.helpers.models import network
 from tests.helpers.processes import strategy
 
 
@@ -45,8 +47,7 @@ def me() -> int:
 
 
 def data(rows: int = 12) -> tuple[Any, Any]:
-    x = np.random.RandomState(0).randn(rows, 3).astype("float32")
-    return x, x[:, :1]
+    return make_data(rows)
 
 
 def batches(number: int) -> Iterator[tuple[Any, Any]]:
@@ -55,14 +56,7 @@ def batches(number: int) -> Iterator[tuple[Any, Any]]:
 
 
 def new_model(units: int = 4, *layers: Any, loss: Any = "mse") -> Any:
-    import keras
-
-    with strategy().scope():
-        model = keras.Sequential(
-            [keras.Input((3,)), keras.layers.Dense(units), *layers, keras.layers.Dense(1)]
-        )
-        model.compile("sgd", loss)
-    return model
+    return network(units, *layers, 1, loss=loss, scope=strategy().scope())
 
 
 def fit(model: Any = None, **arguments: Any) -> None:
