@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +22,7 @@ _OF_LOOPS = (
     *("history", "stop_training", "stop_evaluating", "stop_predicting", "training", "_initial_epoch"),
     *("train_function", "test_function", "predict_function", "_kdist_recorded"),
 )
+_ANY_MODE = {"training": None}
 
 
 class StepState:
@@ -34,21 +35,35 @@ class StepState:
 
     def __init__(self, model: keras.Model) -> None:
         parts = _parts(model)
-        self._attributes = [(vars(part), _copy(vars(part))) for part in parts if part is not model]
+        self._settings = _settings()
+        inner = {id(module): module for module in _wrapped(parts)}
+        self._attributes = [
+            (vars(part), _copy(vars(part))) for part in parts if part is not model and id(part) not in inner
+        ]
+        # The wrapper sets the mode of its modules in each step that runs.
+        self._modules = [(vars(module), _copy(vars(module)) | _ANY_MODE) for module in inner.values()]
         leaves = [leaf for part in parts for value in vars(part).values() for leaf in _leaves(value)]
         self._arrays = [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
         self._copies = [array.copy() for array in self._arrays]
         self._model = _copy(vars(model))
-        self._hooks = [(tensor, _hooks_of(tensor)) for tensor in model.parameters()]
+        tensors = {id(tensor): tensor for part in (model, *inner.values()) for tensor in part.parameters()}
+        self._hooks = [(tensor, tensor.requires_grad, *_hooks_of(tensor)) for tensor in tensors.values()]
 
     def is_that_of(self, model: keras.Model) -> bool:
-        """Returns whether no attribute has changed, and no hook was added."""
+        """Returns whether no attribute, setting of Keras, hook or frozen parameter has changed."""
         try:
             return (
-                all(now == then for now, then in self._attributes)
+                self._settings == _settings()
+                and all(now == then for now, then in self._attributes)
+                and all(now | _ANY_MODE == then for now, then in self._modules)
                 and (vars(model) == self._model or self._has_only_looped(model))
                 and all(map(np.array_equal, self._arrays, self._copies))
-                and all(_hooks_of(tensor) == hooks for tensor, hooks in self._hooks)
+                and all(
+                    tensor.requires_grad == is_trained
+                    and (tensor._backward_hooks or None) == before
+                    and (tensor._post_accumulate_grad_hooks or None) == after
+                    for tensor, is_trained, before, after in self._hooks
+                )
             )
         except Exception:  # arrays cannot be compared as a whole
             return False
@@ -70,10 +85,26 @@ def _copy(attributes: dict[str, object]) -> dict[str, object]:
     }
 
 
-def _hooks_of(tensor: Any) -> tuple[int, int]:
-    """Returns the numbers of hooks of a tensor."""
+def _settings() -> tuple[object, ...]:
+    """Returns the settings of Keras that its layers and losses read in each step."""
+    from keras import config
+
+    return config.epsilon(), config.floatx(), config.image_data_format()
+
+
+def _hooks_of(tensor: Any) -> tuple[dict[int, object] | None, dict[int, object] | None]:
+    """Returns copies of the hooks of a tensor; `None` if there are none."""
     hooks = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
-    return (len(hooks[0] or ()), len(hooks[1] or ()))
+    return dict(hooks[0] or {}) or None, dict(hooks[1] or {}) or None
+
+
+def _wrapped(parts: Iterable[object]) -> Iterator[Any]:
+    """Yields the modules of PyTorch in Keras's wrappers of them."""
+    import keras
+
+    for part in parts:
+        if isinstance(part, keras.layers.TorchModuleWrapper):
+            yield from part.module.modules()
 
 
 def has_own_values(model: keras.Model) -> bool:
@@ -90,6 +121,9 @@ def step_tensors(model: keras.Model) -> list[Any]:
 def own_code(model: keras.Model) -> str:
     """Returns the name of custom code in the step of a model, or an empty string."""
     parts = [*model.modules(), *_parts(model)]
+    # Operations of functional models can contain functions, for example `keras.ops.map(fn, x)`.
+    operations = [operation for part in parts for operation in vars(part).get("_operations") or ()]
+    parts += operations
     for part in parts:
         if not _is_pure(type(part)):
             return type(part).__name__
@@ -97,7 +131,12 @@ def own_code(model: keras.Model) -> str:
         for name, value in vars(part).items():
             if not all(_is_pure(_code_of(leaf)) for leaf in _leaves(value)):
                 return f"{type(part).__name__}.{name}"
-    return "a hook of a parameter" if any(any(_hooks_of(p)) for p in model.parameters()) else ""
+    for operation in operations:
+        arguments = [[node.arguments.args, node.arguments.kwargs] for node in operation._inbound_nodes]
+        if not all(_is_pure(_code_of(leaf)) for leaf in _leaves(arguments)):
+            return f"an argument of {type(operation).__name__}"
+    parameters = [p for part in (model, *_wrapped(parts)) for p in part.parameters()]
+    return "a hook of a parameter" if any(any(_hooks_of(p)) for p in parameters) else ""
 
 
 def _is_pure(code: object) -> bool:
@@ -145,4 +184,5 @@ def _parts(model: keras.Model) -> list[Any]:
         stack.append(getattr(part, "inner_optimizer", None))
         stack.append(getattr(part, "_learning_rate", None))
         stack += [value for value in vars(part).values() if isinstance(value, read)]
+        stack += _wrapped([part])
     return list(found.values())

@@ -175,7 +175,7 @@ def in_worker_prepared_in_time():
             return 3
 
         def on_epoch_begin(self):
-            self.x, self.y = arrays(12)
+            self.x, self.y = make_data(12)
 
         def __getitem__(self, index):
             return self.x[4 * index : 4 * index + 4], self.y[4 * index : 4 * index + 4]

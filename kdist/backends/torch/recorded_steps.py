@@ -102,6 +102,8 @@ class RecordedSteps:
             recording.refuse("attributes of the model change too often")
         if not keras_hooks.has_own_values(model):
             recording.refuse("parameter servers hold the variables")
+        if reason := _custom_code(model):  # also what came after the first step
+            recording.refuse(reason)
         parameters = [p for p in model.parameters() if p.grad is not None] if self._kind == "train" else []
         seen.program = compiled(recording, results[0], parameters)
         seen.state = keras_hooks.StepState(model)
@@ -125,6 +127,10 @@ def _reason_against(runtime: TorchCore, model: keras.Model) -> str:
         return "KDIST_DEBUG=1 is set"
     if getattr(model, "run_eagerly", False):
         return "the model was compiled with run_eagerly=True"
+    return _custom_code(model)
+
+
+def _custom_code(model: keras.Model) -> str:
     if getattr(model, "jit_compile", False):
         return ""
     own = keras_hooks.own_code(model)

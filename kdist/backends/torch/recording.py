@@ -192,6 +192,10 @@ class Recording:
             return self.refuse("the step exchanges data with a collective that kdist does not record")
         if any(tag in func.tags for tag in _DECIDES):
             return self.refuse(f"the step depends on the numbers in a tensor ({func})")
+        if (
+            "mkldnn_rnn" in func.name()
+        ):  # its workspace is undefined, for which PyTorch takes no Python object
+            return self.refuse("the step contains torch.nn.LSTM")
         arguments = self._named((args, kwargs))
         if func in _SAME and (result.shape, result.stride()) == (args[0].shape, args[0].stride()):
             self._names[result] = arguments[0][0]
