@@ -191,7 +191,9 @@ def _restore_newest(manager: CheckpointManager) -> None:
     found = gather_from(manager.checkpoint.runtime(), list(map(os.path.basename, manager.checkpoints)))
     shared = [name for name in found[0] if all(name in theirs for theirs in found)]
     if any(found) and not shared:
-        logger.warning("no backup in %s is on all workers. Training starts anew.", manager.directory)
+        logger.warning(
+            "no backup in %s is on all workers. Training starts from the first epoch.", manager.directory
+        )
     for name in reversed(shared):
         path = os.path.join(manager.directory, name)
         try:

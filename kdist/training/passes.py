@@ -88,7 +88,7 @@ class Passes:
         self._started = self._capture()
         self._number += 1
         self.taken = 0
-        started = self._noted(iter(batches))
+        started = itertools.chain(self._note_begin(), iter(batches))
         if resume is None or not self._in_middle:
             return started
         self.taken = resume["taken"]
@@ -99,9 +99,9 @@ class Passes:
         generator_states.restore(resume["now"])
         return itertools.chain(first, rest)
 
-    def _noted(self, batches: Iterator[object]) -> Iterator[object]:
+    def _note_begin(self) -> Iterator[object]:
         self._begun = self._capture()
-        yield from batches
+        yield from ()
 
     def _repeat(self, batches: Any) -> None:
         """Repeats the shuffles of earlier passes, because `tf.data` draws a new order in each iteration."""
