@@ -34,7 +34,8 @@ class StepState:
 
     def __init__(self, model: keras.Model) -> None:
         parts = _parts(model)
-        self._attributes = [(vars(part), _copy(vars(part))) for part in parts if part is not model]
+        self._now = [vars(part) for part in parts if part is not model]
+        self._then = [_copy(attributes) for attributes in self._now]
         leaves = [leaf for part in parts for value in vars(part).values() for leaf in _leaves(value)]
         self._arrays = [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
         self._copies = [array.copy() for array in self._arrays]
@@ -45,7 +46,7 @@ class StepState:
         """Returns whether no attribute has changed, and no hook was added."""
         try:
             return (
-                all(now == then for now, then in self._attributes)
+                self._now == self._then
                 and (vars(model) == self._model or self._has_only_looped(model))
                 and all(map(np.array_equal, self._arrays, self._copies))
                 and all(_hooks_of(tensor) == hooks for tensor, hooks in self._hooks)
