@@ -77,14 +77,47 @@ def limited(under_strategy: bool) -> Any:
     return [history, *model.get_weights()]
 
 
+def changed_attribute(under_strategy: bool) -> Any:
+    """The two ways in which Keras makes an attribute effective that a compiled step has read."""
+    import keras
+
+    class Scaled(keras.Model):
+        scale = 1.0
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs) * self.scale
+
+    keras.utils.set_random_seed(2)
+    with scope(under_strategy):
+        inputs = keras.Input((3,))
+        model = Scaled(inputs, keras.layers.Dense(1)(inputs))
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+    results = []
+    for change in ("", "force", "none"):
+        if change == "force":
+            model.scale = 0.5
+            model.make_train_function(force=True)
+            model.make_test_function(force=True)
+        elif change == "none":
+            model.scale = 3.0
+            model.train_function = model.test_function = None
+        results.append(
+            model.fit(*data.make_data(23), batch_size=4, epochs=2, shuffle=False, verbose=0).history
+        )
+        results.append(model.evaluate(*data.make_data(23), batch_size=4, verbose=0))
+    return [*results, *model.get_weights()]
+
+
 @pytest.mark.kills(
+    forced_function_not_made="[changed_attribute-1-jax]",
+    reset_function_not_made="[changed_attribute-1-jax]",
     fit_epochs_not_limited="[limited-1-torch]",
     queue_stops_while_batches_are_read_ahead="[endless-1-tensorflow]",
     trainers_not_distributed="[bare_trainer-2-torch]",
 )
 @each_backend
 @pytest.mark.parametrize("num_workers", [1, 2])
-@pytest.mark.parametrize("fits", [bare_trainer, endless, limited])
+@pytest.mark.parametrize("fits", [bare_trainer, endless, limited, changed_attribute])
 def test_it_fits_as_plain_keras(backend: str, num_workers: int, fits: Any) -> None:
     expected = run_plain(backend, fits, False)
     for actual in run(backend, num_workers, fits, True):

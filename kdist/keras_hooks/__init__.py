@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import threading
 
-from kdist.keras_hooks import layers, losses, models, optimizers, saving, scalars, seeds, variables
+from kdist.keras_hooks import layers, losses, models, optimizers, saving, scalars, seeds, trainer, variables
 from kdist.keras_hooks.data import (
     class_weight_to_sample_weights,
     data_adapter,
@@ -117,6 +117,7 @@ from kdist.keras_hooks.trainer import (
     hook_compile,
     initial_epoch,
     is_built,
+    is_reset,
     layers_are_built,
     metrics_or_logs,
     python_logs,
@@ -159,6 +160,7 @@ def install(native_moments: bool) -> None:
         losses.hook_losses()
         losses.hook_layer_losses()
         scalars.hook_scalars()
+        trainer.hook_functions()
         optimizers.hook_optimizers()
         seeds.hook_seeds()
         layers.hook_batch_normalization(native_moments)

@@ -37,9 +37,8 @@ class StepState:
         parts = _parts(model)
         self._settings = _settings()
         inner = {id(module): module for module in _wrapped(parts)}
-        self._attributes = [
-            (vars(part), _copy(vars(part))) for part in parts if part is not model and id(part) not in inner
-        ]
+        self._now = [vars(part) for part in parts if part is not model and id(part) not in inner]
+        self._then = [_copy(attributes) for attributes in self._now]
         # The wrapper sets the mode of its modules in each step that runs.
         self._modules = [(vars(module), _copy(vars(module)) | _ANY_MODE) for module in inner.values()]
         leaves = [leaf for part in parts for value in vars(part).values() for leaf in _leaves(value)]
@@ -54,7 +53,7 @@ class StepState:
         try:
             return (
                 self._settings == _settings()
-                and all(now == then for now, then in self._attributes)
+                and self._now == self._then
                 and all(now | _ANY_MODE == then for now, then in self._modules)
                 and (vars(model) == self._model or self._has_only_looped(model))
                 and all(map(np.array_equal, self._arrays, self._copies))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from kdist.keras_hooks.wrapping import wrap
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from keras.src.trainers.trainer import Trainer as BaseTrainer
 
 
+# How often the user asked Keras to make the step functions of a model again.
+_times_forced: weakref.WeakKeyDictionary[keras.Model, int] = weakref.WeakKeyDictionary()
 # Models that the user compiled with `jit_compile=True`. Keras also turns "auto" into `True`.
 _compiled_by_choice: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
@@ -40,6 +43,37 @@ def hook_compile() -> None:
     wrap(base_trainer(), "compile_from_config", from_config)
 
 
+def hook_functions() -> None:
+    """Records calls of `make_train_function(force=True)`, and of the methods for testing and predicting."""
+    import keras
+
+    def make(
+        attribute: str, original: Callable[..., object], self: keras.Model, force: bool = False
+    ) -> object:
+        if getattr(self, attribute, None) is _function_of_kdist:
+            setattr(self, attribute, None)  # Keras would return it
+        if force:
+            _times_forced[self] = _times_forced.get(self, 0) + 1
+        return original(self, force)
+
+    for kind in ("train", "test", "predict"):
+        name = f"make_{kind}_function"
+        owner = next(owner for owner in keras.Model.__mro__ if name in vars(owner))
+        wrap(owner, name, functools.partial(make, f"{kind}_function"))
+
+
+def _function_of_kdist(*_: object) -> NoReturn:
+    raise NotImplementedError("kdist runs the steps of this model itself. Call `make_train_function` first.")
+
+
+def is_reset(model: keras.Model, kind: str) -> bool:
+    """Returns whether the user has set, for example, `model.train_function` to `None` since the last call."""
+    before = getattr(model, f"{kind}_function", None)
+    if before is None:
+        setattr(model, f"{kind}_function", _function_of_kdist)
+    return before is None
+
+
 def asks_for_jit(model: keras.Model) -> bool:
     """Returns whether a model was compiled with `jit_compile=True`, rather than with "auto"."""
     return model in _compiled_by_choice
@@ -59,6 +93,7 @@ def compiled_state(model: keras.Model) -> tuple[object, ...]:
         bool(getattr(model, "run_eagerly", False)),
         getattr(model, "_jit_compile", None),
         tuple(v.trainable for v in model.variables),
+        _times_forced.get(model, 0),
     )
 
 

@@ -73,11 +73,20 @@ class Session:
         )
 
     def function(self, kind: str) -> StepFunction:
-        """Returns the step function of a kind ("train", "test", "predict"). `compile` invalidates it."""
+        """Returns the step function of a kind ("train", "test", "predict").
+
+        `compile` invalidates it. So does the user, as in Keras: `make_train_function(force=True)` or
+        `model.train_function = None` makes a changed Python attribute effective.
+        """
         model = self.model
+        is_reset = keras_hooks.is_reset(model, kind)
         key = keras_hooks.compiled_state(model)
         cached = self._functions.get(kind)
-        if cached is None or any(a is not b and a != b for a, b in zip(cached[0], key, strict=True)):
+        if (
+            cached is None
+            or is_reset
+            or any(a is not b and a != b for a, b in zip(cached[0], key, strict=True))
+        ):
             step = self.runtime.step_function(model, kind)
             cached = self._functions[kind] = (key, probe.at_first_batch(step, self.strategy, model, kind))
             self._unused.add(kind)
