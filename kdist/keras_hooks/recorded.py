@@ -6,8 +6,6 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kdist.keras_hooks.served import record_of
 
 if TYPE_CHECKING:
@@ -34,6 +32,8 @@ class StepState:
     """
 
     def __init__(self, model: keras.Model) -> None:
+        import numpy as np
+
         parts = _parts(model)
         self._settings = _settings()
         inner = {id(module): module for module in _wrapped(parts)}
@@ -50,6 +50,8 @@ class StepState:
 
     def is_that_of(self, model: keras.Model) -> bool:
         """Returns whether no attribute, setting of Keras, hook or frozen parameter has changed."""
+        import numpy as np
+
         try:
             return (
                 self._settings == _settings()

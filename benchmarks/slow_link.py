@@ -1,0 +1,154 @@
+"""The part of the exchange that training does not hide, for two workers over a slow link.
+
+    python benchmarks/slow_link.py torch|jax|tensorflow [megabits per second] [rounds]
+
+Two network namespaces of this machine are two hosts, and `tc` limits the link between them (default: 1000 Mbit/s per
+direction). It needs Linux, root, and `ip` and `tc` of iproute2. For the wide MLP of over_loops.py, each round measures,
+one after the other:
+
+- a step of two workers, with kdist and with DDP by hand;
+- the same step of two processes that exchange nothing, at the same time;
+- one all-reduce of as many bytes as the gradients have, by the backend of DDP (gloo).
+
+The part that is not hidden is the difference of the first two, divided by the third. It is printed for all rows of a
+global batch in `ROWS`, because larger batches compute longer and hide more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import over_loops
+
+MODEL = "wide"
+ROWS = (128, 1024)
+STEPS = {128: 20, 1024: 6}
+EPOCHS = 3
+NETWORK = "10.78.0"
+PORT = 29617
+
+
+def ip(*arguments: str, program: str = "ip") -> None:
+    subprocess.run([program, *arguments], check=True, capture_output=True)
+
+
+@contextlib.contextmanager
+def hosts(megabits: int) -> Iterator[list[str]]:
+    """Creates two namespaces that are joined by a link, and yields their names."""
+    names = [f"kdist-bench-{i}" for i in (0, 1)]
+    links = [f"kdbench{i}" for i in (0, 1)]
+    with contextlib.ExitStack() as cleanup:
+        for name in names:
+            ip("netns", "add", name)
+            cleanup.callback(ip, "netns", "del", name)  # also deletes the link
+        ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
+        for number, (name, link) in enumerate(zip(names, links, strict=True), start=1):
+            ip("link", "set", link, "netns", name)
+            ip("-n", name, "addr", "add", f"{NETWORK}.{number}/24", "dev", link)
+            for device in (link, "lo"):
+                ip("-n", name, "link", "set", device, "up")
+            limit = ("tbf", "rate", f"{megabits}mbit", "burst", "256kb", "latency", "50ms")
+            ip("-n", name, "qdisc", "add", "dev", link, "root", *limit, program="tc")
+        yield names
+
+
+def maker_of(kind: str) -> Callable[[str], Callable[[], Any]]:
+    """Returns the function that prepares a contender in a worker."""
+    if kind == "all_reduce":
+        return all_reduces
+    if kind.startswith("ddp"):
+        return lambda name: over_loops.with_torch(name, "alone" if "alone" in kind else "ddp")
+    import keras
+
+    import kdist
+
+    if "alone" in kind:
+        return lambda name: over_loops.with_fit(name, kdist.OneDeviceStrategy("cpu:0"), keras, num_parts=2)
+    return lambda name: over_loops.with_fit(name, kdist.MultiWorkerMirroredStrategy(), keras)
+
+
+def all_reduces(name: str) -> Callable[[], Any]:
+    import torch
+
+    torch.distributed.init_process_group("gloo")
+    widths = over_loops.WIDTHS[name]
+    flat = torch.ones(sum((a + 1) * b for a, b in itertools.pairwise(widths)))
+
+    def epoch() -> None:
+        for _ in range(over_loops.STEPS[name]):
+            torch.distributed.all_reduce(flat)
+
+    return epoch
+
+
+def run_worker(kind: str, rows: int) -> None:
+    over_loops.ROWS, over_loops.STEPS[MODEL] = rows, STEPS[rows]
+    epoch = maker_of(kind)(MODEL)
+    epoch()
+    times = []
+    for _ in range(EPOCHS):
+        start = time.perf_counter()
+        epoch()
+        times.append(time.perf_counter() - start)
+    print("milliseconds", min(times) / STEPS[rows] * 1000)
+
+
+def run_job(names: list[str], backend: str, kind: str, rows: int) -> float:
+    """Returns the milliseconds per step of a job with a worker on each host."""
+    one_thread = {"OMP_NUM_THREADS": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
+    one_thread |= {"TF_NUM_INTEROP_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1"}
+    alike = {"MASTER_ADDR": f"{NETWORK}.1", "MASTER_PORT": str(PORT), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    alike |= {"LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2", "KERAS_BACKEND": backend}
+    jobs = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", name, sys.executable, __file__, "worker", kind, str(rows)],
+            env=os.environ
+            | one_thread
+            | alike
+            | {"RANK": str(i), "GROUP_RANK": str(i), "GLOO_SOCKET_IFNAME": f"kdbench{i}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i, name in enumerate(names)
+    ]
+    printed = [job.communicate() for job in jobs]
+    if any(job.returncode for job in jobs):
+        raise SystemExit("\n".join(err for _, err in printed))
+    return max(float(out.split("milliseconds")[1]) for out, _ in printed)
+
+
+def main(backend: str, megabits: int, rounds: int) -> None:
+    kinds = ("kdist", "ddp", "kdist alone", "ddp alone", "all_reduce")
+    with hosts(megabits) as names:
+        for rows in ROWS:
+            times = [{kind: run_job(names, backend, kind, rows) for kind in kinds} for _ in range(rounds)]
+            for kind in ("kdist", "ddp"):
+                alone = f"{kind} alone"
+                parts = sorted((each[kind] - each[alone]) / each["all_reduce"] for each in times)
+                step, computes, exchange = (
+                    statistics.median(each[key] for each in times) for key in (kind, alone, "all_reduce")
+                )
+                print(
+                    f"{rows:5} rows  {kind:5} step {step:6.1f} ms, without exchange {computes:6.1f} ms, all-reduce "
+                    f"{exchange:6.1f} ms, not hidden {statistics.median(parts):.2f} "
+                    f"({parts[0]:.2f} to {parts[-1]:.2f})",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "worker":
+        run_worker(sys.argv[2], int(sys.argv[3]))
+    else:
+        main(sys.argv[1], *(int(number) for number in (*sys.argv[2:], *("1000", "3")[len(sys.argv) - 2 :])))
