@@ -114,7 +114,7 @@ def in_worker_count(folder, is_wrapped):
     return [int(other.optimizer.iterations) for other in (model, restored, loaded)]
 
 
-@pytest.mark.kills(checkpoint_steps_of_the_wrapper="[True-torch]")
+@pytest.mark.kills(checkpoint_steps_of_the_wrapper="[torch-True]")
 @pytest.mark.parametrize("is_wrapped", [False, True])
 @each_backend
 def test_steps_of_an_optimizer_that_accumulates_gradients(backend, is_wrapped, tmp_path):
