@@ -36,7 +36,11 @@ def fit(folder: str, ends_after: int | None, is_true: bool, *callbacks: Any) -> 
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             taken.append(self.epoch * by_hand.STEPS + batch)
-            if len(taken) == ends_after:
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if (
+                len(taken) == ends_after
+            ):  # after the backup of the last step, which other callbacks come before
                 raise Interrupted
 
     with strategy().scope():

@@ -96,6 +96,8 @@ def test_a_job_that_has_lost_a_server_goes_on_from_its_backup(backend: str, tmp_
             tell(epoch=epoch, iterations=int(model.optimizer.iterations))
             if epoch == 2 and not os.path.exists("second"):
                 open("second", "w").close()
+                while not os.path.isdir("backup/ckpt-2"):  # written in the background
+                    time.sleep(0.01)
                 print("kill", flush=True)
                 time.sleep(60)
 

@@ -203,7 +203,7 @@ def test_two_workers_go_on_at_the_same_batch(backend: str, kind: str, after: int
 
 # How often backups are made; in which epoch, and after which of its batches or at its end, the job is interrupted.
 PLACES = {
-    "at the first step": (1, 0, 0),
+    "at the second step": (1, 0, 1),
     "between two backups": (4, 1, 3),
     "at the last step of an epoch": (1, 1, 5),
     "at the end of an epoch": ("epoch", 1, None),
@@ -326,7 +326,7 @@ def goes_on_at_once(folder: str) -> Any:
 
     faults.point = slow
     try:
-        return interrupted(folder, "arrays", [PLACES["at the first step"]])
+        return interrupted(folder, "arrays", [PLACES["at the second step"]])
     finally:
         faults.point = point
 

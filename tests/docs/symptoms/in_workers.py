@@ -292,5 +292,5 @@ _HELPERS = ("provoke", "me", "data", "batches", "new_model", "fit", "saved", "st
 CASES: dict[str, Callable[[], None]] = {
     name: value
     for name, value in list(globals().items())
-    if callable(value) and name[0].islower() and name not in _HELPERS
+    if getattr(value, "__module__", "") == __name__ and name[0].islower() and name not in _HELPERS
 }
