@@ -79,7 +79,7 @@ def test_the_manager(tmp_path):
 
 
 def in_worker_count(folder, is_wrapped):
-    """Trains for 9 batches, of which 3 make a step; returns the steps, in models that load them, too."""
+    """Trains on 9 batches, with a step after every 3. Returns the steps of the model and of models that load it."""
     import keras
 
     import kdist

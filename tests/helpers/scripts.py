@@ -32,8 +32,8 @@ class Script:
         folder: Where the script and its output are written, and where it runs.
         name: Of the files.
         source: The script.
-        env: Environment variables beyond those of a clean shell. With `KERAS_BACKEND` among them, and no `command`,
-            the process is forked from one that has imported that backend.
+        env: More environment variables than a clean shell has. If they contain `KERAS_BACKEND`, and there is no
+            `command`, the script runs in a fork of a process that has already imported this backend.
         command: What runs the script; by default this Python.
     """
 

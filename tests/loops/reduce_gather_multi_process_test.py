@@ -112,7 +112,7 @@ def test_the_mean_of_a_plain_value_is_the_value(backend, num_workers, num_replic
 
 
 def in_worker_numbers():
-    """The replicas of the first worker have 2 rows each in both batches, those of the second 2 and 2, then 2 and 1."""
+    """In the second batch, the last replica of the second worker has 1 row. All other replicas have 2 rows."""
     s = kdist.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"])
     found = []
     for batch in s.experimental_distribute_dataset([np.ones((rows, 1), "float32") for rows in (8, 7)]):

@@ -249,7 +249,7 @@ def in_worker_lost(folder: str, worker: int, names: list[str]) -> Any:
         for name in names:
             shutil.rmtree(f"{own}/{name}")
     kdist.barrier()
-    # From another start than the first time, unless all start anew.
+    # Other initial weights than the first time, unless no backup is restored.
     return there, fit(own, is_true=len(names) == 2, save_freq=2), Path(own).exists()
 
 
