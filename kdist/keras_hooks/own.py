@@ -64,8 +64,12 @@ def _names_add_loss(kind: type) -> bool:
 
 
 def own_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
-    """Returns the metrics of `compile` that are custom or call a custom function."""
-    metrics = getattr(model._compile_metrics, "metrics", ())
+    """Returns the metrics that are custom or call a custom function.
+
+    They include metrics that are attributes of the model or of a layer, which `compute_loss` or `call` updates.
+    """
+    found = [*getattr(model._compile_metrics, "metrics", ()), *model.metrics]
+    metrics = {id(metric): metric for metric in found}.values()
     return [metric for metric in metrics if is_own(metric) or is_own(getattr(metric, "_fn", None))]
 
 

@@ -13,7 +13,7 @@ import keras
 from kdist import keras_hooks
 from kdist.backends.aggregation import aggregation_of
 from kdist.context import current_replica
-from kdist.training.verdicts import COUPLES, SUM, Call, Sample, Unwritten, Verdict, agreed
+from kdist.training.verdicts import COUPLES, SUM, UNCHECKED, Call, Sample, Unwritten, Verdict, agreed
 
 if TYPE_CHECKING:
     from kdist.keras_hooks.scalars import OwnLoss
@@ -86,6 +86,11 @@ class Own:
         what = "neither a mean nor a sum" if self.is_added_up else "not a mean"
         return f"It is {what} over the rows of a batch, and each replica only has its part of the rows."
 
+    @property
+    def doubt(self) -> str:
+        """The reason for a warning if the object cannot be tested."""
+        return "kdist could not check how it reduces the rows of a batch, because it does not accept a part of them."
+
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
         """Returns a context that records the calls."""
@@ -104,11 +109,16 @@ class Own:
                 vars(self.owner)[self.method] = before[self.method]
 
     def judge(self, sample: Sample) -> list[Verdict]:
-        """Returns a verdict per number, and enables adding up sums. The list is empty if the test fails."""
+        """Returns a verdict per number, and enables adding up sums.
+
+        The list is empty if the object requests the rows of other replicas itself.
+        """
         try:
             found = [verdict for call in self.calls for verdict in self._judge_call(sample, call)]
-        except Exception:  # it does not accept parts of a batch
+        except NotImplementedError:  # of `_Part`
             return []
+        except Exception:  # it does not accept parts of a batch
+            return [UNCHECKED]
         found = found if self.makes_several else [agreed(found)]
         if SUM in found:  # the probe of `compute_loss` needs this, because it contains losses
             keras_hooks.add_up(self.owner, are_sums(found))

@@ -24,7 +24,7 @@ from kdist.backends.messages import gather
 from kdist.cluster import environment
 from kdist.training import generator_states
 from kdist.training.own_numbers import are_sums, note_calls, owns_of
-from kdist.training.verdicts import COUPLES, Sample, Verdict, agreed
+from kdist.training.verdicts import COUPLES, UNCHECKED, Sample, Verdict, agreed
 
 if TYPE_CHECKING:
     import keras
@@ -102,15 +102,18 @@ def _probe(
         numbers = [agreed(one) for one in itertools.zip_longest(*said)]
         if own.is_added_up and any(numbers):
             yield own.owner, are_sums(numbers)
+        couples = COUPLES in numbers
         if (
-            COUPLES in numbers
+            (couples or UNCHECKED in numbers)
             and runtime.worker_index == 0
             and own.label not in _said.setdefault(model, set())
         ):
             _said[model].add(own.label)
             warnings.warn(
-                f"{own.label} gives different results with {runtime.num_replicas} replicas than on one device. "
-                f"{own.reason} {own.hint} With one replica, or with KERAS_BACKEND=jax, it computes over all rows. "
+                f"{own.label} {'gives' if couples else 'may give'} different results with "
+                f"{runtime.num_replicas} replicas than on one device. "
+                f"{own.reason if couples else own.doubt} {own.hint} "
+                "With one replica, or with KERAS_BACKEND=jax, it computes over all rows. "
                 "Set KDIST_PROBE=0 to skip this check.",
                 stacklevel=2,
             )

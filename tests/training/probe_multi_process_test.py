@@ -15,7 +15,7 @@ from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.processes import BACKENDS, full_unless, run, run_plain, scope
 
 ROWS = 13  # of batches of 4: the last one has fewer rows than there are replicas
-SAYS = "gives different results with 2 replicas"
+SAYS = "different results with 2 replicas"
 
 # Two replicas of one worker, and two workers; JAX sees all rows, and probes nothing.
 _each_cell = pytest.mark.parametrize(
@@ -71,6 +71,18 @@ def sums(under_strategy: bool) -> Any:
         def build(self, shape: Any) -> None:
             self.weight = self.add_weight((3,), "ones")
 
+    class Summed(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            self.add_loss(ops.sum(ops.square(inputs)) * 0.01)
+            return inputs
+
+    class Folds(keras.layers.Layer):  # hands a layer two rows per row of the batch
+        def build(self, shape: Any) -> None:
+            self.inner = Summed()
+
+        def call(self, inputs: Any) -> Any:
+            return ops.reshape(self.inner(ops.reshape(inputs, (-1, 2))), (-1, 4))
+
     class Weighted(keras.losses.Loss):
         def __call__(self, y: Any, predicted: Any, sample_weight: Any = None) -> Any:
             return ops.sum(ops.square(y - predicted)[:, 0] * sample_weight) * 0.05
@@ -91,7 +103,7 @@ def sums(under_strategy: bool) -> Any:
         hidden = keras.layers.Dense(
             4, "tanh", activity_regularizer=lambda outputs: ops.sum(ops.square(outputs))
         )(hidden)
-        hidden = keras.layers.Dropout(0.0)(hidden)
+        hidden = Folds()(keras.layers.Dropout(0.0)(hidden))
         heads = {name: keras.layers.Dense(1, name=name)(hidden) for name in "abcde"}
         model = keras.Model(x, heads)
         model.compile(
@@ -222,9 +234,17 @@ def coupled(probe: str | None, times: int = 2) -> Any:
             self.add_loss(ops.max(inputs))
             return inputs
 
+    class Repeats(keras.layers.Layer):  # hands a layer one row more than the batch has
+        def build(self, shape: Any) -> None:
+            self.inner = Balance(name="uneven")
+
+        def call(self, inputs: Any) -> Any:
+            self.inner(ops.concatenate([inputs, inputs[:1]]))
+            return inputs
+
     class Largest(keras.metrics.Metric):
-        def __init__(self) -> None:
-            super().__init__(name="largest")
+        def __init__(self, name: str = "largest") -> None:
+            super().__init__(name=name)
             self.most = self.add_variable((), "zeros")
 
         def update_state(self, y: Any, predicted: Any, sample_weight: Any = None) -> None:
@@ -234,7 +254,12 @@ def coupled(probe: str | None, times: int = 2) -> Any:
             return self.most + 0.0
 
     class Model(keras.Sequential):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.attribute = Largest("attribute")
+
         def compute_loss(self, x: Any, y: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:
+            self.attribute.update_state(y, y_pred)
             return super().compute_loss(x, y, y_pred, *args, **kwargs) + ops.sum(y_pred)
 
     def contrast(y: Any, predicted: Any) -> Any:
@@ -244,7 +269,9 @@ def coupled(probe: str | None, times: int = 2) -> Any:
         return ops.prod(1 + predicted)
 
     with scope(True):
-        model = Model([keras.Input((3,)), Balance(name="balance"), keras.layers.Dense(1)], name="own")
+        model = Model(
+            [keras.Input((3,)), Balance(name="balance"), Repeats(), keras.layers.Dense(1)], name="own"
+        )
         model.compile("sgd", contrast, metrics=[Largest(), product, "mae"])
     x, y, _ = data()
     with environment.patched(KDIST_PROBE=probe), said() as warned:
@@ -263,12 +290,14 @@ def coupled(probe: str | None, times: int = 2) -> Any:
 def test_what_couples_the_rows_is_warned_of_once_by_name(backend, num_workers):
     first, *others = run(backend, num_workers, coupled, None)
     assert others == [[]] * (num_workers - 1)  # the chief speaks for all
-    begin = [warning.partition(f" {SAYS}")[0] for warning in first]
+    begin = [warning.partition(f" gives {SAYS}")[0].partition(f" give {SAYS}")[0] for warning in first]
     named = [
         "The loss `contrast`",
+        "The metric `attribute`",
         "The metric `largest`",
         "The metric `product`",
         "`add_loss` of layer `balance`",
+        "`add_loss` of layer `uneven` may",
         "`compute_loss` of model `own`",
     ]
     assert sorted(begin) == ([] if backend == "jax" else named)  # JAX sees all rows

@@ -29,7 +29,8 @@ def torch_seed_generator(
         replica: Any = current_replica()
         # A subclass may draw in another way. On the meta device, Keras draws nothing.
         is_known = type(seed) is keras.random.SeedGenerator and device() != "meta"
-        if getattr(replica, "scope", None) is None or not is_known:
+        # The probe of `kdist.training` simulates a replica, which has no recording.
+        if getattr(replica, "scope", None) is None or not hasattr(replica, "recording") or not is_known:
             return original(seed)
         recording = replica.recording
         if recording is not None and keras_hooks.draws_again():
