@@ -11,6 +11,7 @@ import time
 import pytest
 
 from kdist.backends import activity, stalls
+from tests.helpers.scripts import wait_until
 
 WORKS = """
 import sys, time
@@ -39,10 +40,7 @@ def test_a_child_that_has_computed_since_the_last_look(child):
     assert child.stdout.readline() == "rests\n"
     assert activity.others_work_for_it()
     # Within a second or so it is at rest, and so are this process's disks.
-    deadline = time.monotonic() + 20
-    while activity.others_work_for_it():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not activity.others_work_for_it(), 20)
 
 
 def test_a_grandchild_counts_too():
@@ -95,8 +93,5 @@ def test_a_process_that_was_stopped(child):
     assert child.stdout.readline() == "begins\n"
     assert not activity.is_stopped(child.pid)
     child.send_signal(signal.SIGSTOP)
-    deadline = time.monotonic() + 20
-    while not activity.is_stopped(child.pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: activity.is_stopped(child.pid), 20)
     assert not activity.is_stopped(2**22 + 1), "no such process"

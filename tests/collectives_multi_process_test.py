@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.helpers.processes import each_backend, run, strategy
+from tests.helpers.scripts import wait_until
 
 NUM_WORKERS = 2
 
@@ -62,26 +62,19 @@ def test_workers_exchange_objects_and_values(backend):
         assert "barrier 0" in barrier and "barrier 1" in barrier
 
 
-def wait_for(path):
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline, path
-        time.sleep(0.01)
-
-
 def in_worker_wait(folder):
     import kdist
 
     given_up, come = Path(folder) / "given-up", Path(folder) / "come"
     if strategy().runtime.worker_index == 1:
-        wait_for(given_up)
+        wait_until(given_up.exists)
         kdist.barrier("late")
         come.touch()
         return ""
     with pytest.raises(kdist.errors.WorkerTimeoutError) as caught:
         kdist.barrier("late", timeout=0.5)
     given_up.touch()
-    wait_for(come)
+    wait_until(come.exists)
     return str(caught.value)
 
 

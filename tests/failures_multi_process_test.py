@@ -12,32 +12,12 @@ import pytest
 
 from tests.helpers.alive import identity_of, left_of
 from tests.helpers.processes import BACKENDS, full_unless
-from tests.helpers.scripts import RUN, Script, environments_of, local_addresses, started
+from tests.helpers.scripts import RUN, TRAINS, Script, environments_of, local_addresses, started
 
 # What the issue promises: with the launcher, and without.
 LAUNCHED, ALONE = 1.0, 15.0
 # Of a machine that is busy with other tests; the figures are printed.
 SLACK = 5.0
-
-SCRIPT = """
-import os, time
-import numpy as np
-import kdist, keras
-
-class Note(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        if self.params["epochs"] > 1 and batch == 2:
-            print(f"TRAINS {os.environ['RANK_HERE']} {os.getpid()}", flush=True)
-        time.sleep(0.01)
-
-strategy = kdist.MultiWorkerMirroredStrategy()
-with strategy.scope():
-    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-x = np.random.RandomState(0).rand(4000, 3)
-model.fit(x, x[:, :1], batch_size=4, epochs=1000, verbose=0, callbacks=[Note()])
-print("FINISHED", flush=True)
-"""
 
 
 def report(capsys, text):
@@ -55,9 +35,8 @@ def report(capsys, text):
 )
 @pytest.mark.in_turn(6)
 def test_a_launched_job_ends_at_once(backend, victim, tmp_path, capsys):
-    source = SCRIPT.replace("os.environ['RANK_HERE']", "os.environ['RANK']")
     command = (*RUN, "--num-workers", "2", "--backend", backend)
-    with Script(tmp_path, "train", source, {}, command) as job:
+    with Script(tmp_path, "train", TRAINS, {"STEP_SECONDS": "0.01"}, command) as job:
         for rank in (0, 1):
             job.wait_for(f"TRAINS {rank} ")
         pids = {int(rank): int(pid) for rank, pid in re.findall(r"TRAINS (\d) (\d+)", job.stdout())}
@@ -82,7 +61,7 @@ def test_a_launched_job_ends_at_once(backend, victim, tmp_path, capsys):
 @pytest.mark.in_turn(3)
 def test_without_the_launcher_the_survivor_names_the_lost_worker(backend, victim, tmp_path, capsys):
     addresses = local_addresses(2)
-    with started(tmp_path, SCRIPT, environments_of(backend, addresses)) as scripts:
+    with started(tmp_path, TRAINS, environments_of(backend, addresses, STEP_SECONDS="0.01")) as scripts:
         for index, script in enumerate(scripts):
             script.wait_for(f"TRAINS {index} ")
         survivor = scripts[1 - victim]

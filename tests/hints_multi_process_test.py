@@ -8,6 +8,7 @@ import pytest
 import kdist
 from kdist.experimental import CollectiveCommunication, CommunicationOptions
 from tests.helpers import by_hand
+from tests.helpers.models import network
 from tests.helpers.processes import each_backend, run, start_pool
 from tests.helpers.scripts import Script
 
@@ -52,9 +53,7 @@ def hints():
         logger.removeHandler(handler)
         logger.setLevel(level)
     for one in made:
-        with one.scope():
-            model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
-            model.compile("sgd", "mse")
+        model = network(1, inputs=2, scope=one.scope())
         model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
     native = [one.runtime.native for one in made[:3]] if keras.backend.backend() == "tensorflow" else []
     ops = [type(one.extended._cross_device_ops).__name__ for one in native]

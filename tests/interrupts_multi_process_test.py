@@ -16,31 +16,12 @@ from tests.helpers.compare import assert_close
 from tests.helpers.data import make_data
 from tests.helpers.models import network, weights_of
 from tests.helpers.processes import each_backend, each_backend_in_twelve_turns, run, run_plain, strategy
-from tests.helpers.scripts import RUN, Script, environments_of, started
+from tests.helpers.scripts import RUN, TRAINS, Script, environments_of, started
 
 # The workers end long before the heartbeat timeout, after which they would end anyway.
 SECONDS, HEARTBEAT = 30.0, 120.0
 PATIENT = {"KDIST_HEARTBEAT_TIMEOUT": str(HEARTBEAT)}
 LINES = 200  # on stderr: a traceback and its cause, and no storm
-
-SCRIPT = """
-import os
-import kdist, keras
-import numpy as np
-
-class Note(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        if batch == 20:
-            print(f"TRAINS {os.getpid()} ", flush=True)
-
-strategy = kdist.MultiWorkerMirroredStrategy()
-with strategy.scope():
-    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-x = np.random.RandomState(0).rand(4000, 3)
-model.fit(x, x[:, :1], batch_size=4, epochs=1000, verbose=0, callbacks=[Note()])
-print("FINISHED", flush=True)
-"""
 
 
 def check_stderr(text):
@@ -52,7 +33,7 @@ def check_stderr(text):
 @pytest.mark.kills(interrupt_waits_for_the_others="[torch]")
 @each_backend_in_twelve_turns
 def test_ctrl_c_ends_both_workers(backend, tmp_path):
-    with started(tmp_path, SCRIPT, environments_of(backend, **PATIENT)) as scripts:
+    with started(tmp_path, TRAINS, environments_of(backend, **PATIENT)) as scripts:
         for script in scripts:
             script.wait_for("TRAINS")
         pids = [script.process.pid for script in scripts]
@@ -85,9 +66,8 @@ def wait_until_it_rests(pid):
 @each_backend
 def test_ctrl_c_in_a_collective_is_a_keyboard_interrupt(backend, tmp_path):
     # Worker 1 does not come to the next step; Ctrl-C meets worker 0 in a collective, which then fails.
-    stop = '            if os.environ["RANK_HERE"] == "1":\n                os.kill(os.getpid(), 19)\n\n'
-    stops = SCRIPT.replace("flush=True)\n\n", f"flush=True)\n{stop}")
-    assert stops != SCRIPT
+    stops = TRAINS.replace("# and then", "os.environ['RANK_HERE'] == '1' and os.kill(os.getpid(), 19)")
+    assert stops != TRAINS
     with started(tmp_path, stops, environments_of(backend, **PATIENT)) as scripts:
         for script in scripts:
             script.wait_for("TRAINS")
@@ -106,9 +86,9 @@ def test_ctrl_c_in_a_collective_is_a_keyboard_interrupt(backend, tmp_path):
 def test_ctrl_c_ends_a_launched_job(backend, tmp_path):
     # The launcher gets the signal: its workers have sessions of their own.
     command = (*RUN, "--num-workers", "2", "--backend", backend)
-    with Script(tmp_path, "train", SCRIPT, PATIENT, command) as job:
+    with Script(tmp_path, "train", TRAINS, PATIENT, command) as job:
         deadline = time.monotonic() + 120
-        while len(found := set(re.findall(r"TRAINS (\d+) ", job.stdout()))) < 2:
+        while len(found := set(re.findall(r"TRAINS \d (\d+) ", job.stdout()))) < 2:
             assert job.exit_code is None and time.monotonic() < deadline, job.stderr()
             time.sleep(0.02)
         workers = [identity_of(int(pid)) for pid in found]

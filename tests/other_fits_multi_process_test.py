@@ -8,6 +8,7 @@ import pytest
 
 from tests.helpers import data
 from tests.helpers.compare import assert_close
+from tests.helpers.models import network
 from tests.helpers.processes import each_backend, run, run_plain, scope
 
 
@@ -44,10 +45,7 @@ def endless(under_strategy: bool) -> Any:
             start = 4 * index % 60
             return x[start : start + 4], y[start : start + 4]
 
-    keras.utils.set_random_seed(2)
-    with scope(under_strategy):
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile(keras.optimizers.SGD(0.02), "mse")
+    model = network(1, rate=0.02, seed=2, scope=scope(under_strategy))
     losses = []
     for _ in range(2):
         if under_strategy:
@@ -62,10 +60,7 @@ def endless(under_strategy: bool) -> Any:
 def limited(under_strategy: bool) -> Any:
     import keras
 
-    keras.utils.set_random_seed(2)
-    with scope(under_strategy):
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile(keras.optimizers.SGD(0.1), "mse")
+    model = network(1, rate=0.1, seed=2, scope=scope(under_strategy))
     try:
         keras.config.set_max_epochs(2)
         keras.config.set_max_steps_per_epoch(3)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.environment import ROOT, clean_environment
+from tests.helpers.scripts import run_python
 
 HOOK = "from tests.helpers.own_process import pytest_runtest_teardown\n"
 IMPORTS = "import sys, types\nsys.modules['torch'] = types.ModuleType('torch')\n\ndef test_it():\n    pass\n"
@@ -18,25 +16,6 @@ IMPORTS = "import sys, types\nsys.modules['torch'] = types.ModuleType('torch')\n
 def test_an_imported_framework_fails(processes: str, tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(HOOK)
     (tmp_path / "imports_test.py").write_text(IMPORTS)
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-n",
-            processes,
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:kdist",
-            "imports_test.py",
-        ],
-        cwd=tmp_path,
-        env=clean_environment() | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
+    options = ("-n", processes, "-p", "no:cacheprovider", "-p", "no:kdist")
+    done = run_python("-m", "pytest", *options, "imports_test.py", cwd=tmp_path, code=1)
     assert "has imported torch, in imports_test.py" in done.stdout

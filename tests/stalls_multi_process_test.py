@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from tests.helpers.models import network
 from tests.helpers.processes import ForkedPool, each_backend_in_twelve_turns
 from tests.helpers.scripts import Script
 
@@ -77,9 +78,7 @@ def uploads(longest, after):
                 warned.wait(longest)
                 time.sleep(after)
 
-    with kdist.MultiWorkerMirroredStrategy().scope():
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
+    model = network(1, inputs=2, scope=kdist.MultiWorkerMirroredStrategy().scope())
     x = np.ones((12, 2), "float32")
     history = model.fit(x, x[:, :1], batch_size=4, epochs=2, verbose=0, callbacks=[Upload()]).history
     return said, len(history["loss"])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import shutil
 import subprocess
@@ -15,41 +14,12 @@ import time
 
 import pytest
 
-from tests.helpers.processes import (
-    BACKENDS,
-    each_backend,
-    each_backend_in_twelve_turns,
-    full_unless,
-    run_plain,
-)
+from tests.helpers.processes import BACKENDS, each_backend, each_backend_in_twelve_turns, full_unless
+from tests.helpers.same_numbers import SCRIPT, check_numbers
 from tests.helpers.scripts import RUN, Script
 
 NETWORK = "10.77.0"
 NETWORK_6 = "fd77"
-
-SCRIPT = """
-import json, os, sys
-import numpy as np
-
-def train(strategy):
-    import contextlib, keras
-    # Seeds one by one: Keras's `set_random_seed` imports TensorFlow everywhere.
-    first, second = (keras.initializers.GlorotUniform(seed=seed) for seed in (3, 4))
-    with strategy.scope() if strategy else contextlib.nullcontext():
-        hidden = keras.layers.Dense(3, "tanh", kernel_initializer=first)
-        model = keras.Sequential([keras.Input((4,)), hidden, keras.layers.Dense(1, kernel_initializer=second)])
-        model.compile("adam", "mse", metrics=["mae"])
-    x = np.random.RandomState(0).randn(30, 4).astype("float32")
-    history = model.fit(x, x[:, :1], batch_size=7, epochs=3, shuffle=False, verbose=0, validation_data=(x, x[:, :1]))
-    return history.history | {"predict": model.predict(x, verbose=0)[:, 0].tolist()}
-
-if __name__ == "__main__":
-    import kdist
-    strategy = kdist.MultiWorkerMirroredStrategy()
-    assert strategy.num_replicas_in_sync == int(os.environ["WORLD_SIZE"])
-    numbers = train(strategy)
-    print(f"NUMBERS {os.environ['RANK']} " + json.dumps(numbers), flush=True)
-"""
 
 SMALL = "keras.Sequential([keras.Input((4,)), hidden, keras.layers.Dense(1, kernel_initializer=second)])"
 # The numbers of the small model, but a megabyte of gradients, which are zero.
@@ -96,12 +66,6 @@ def hosts():
         yield names
 
 
-def one_device(source):
-    namespace = {"__name__": "one_device"}
-    exec(source, namespace)
-    return namespace["train"](None)
-
-
 @contextlib.contextmanager
 def job(hosts, backend, workers, folder, source, addresses, env=None):
     """Starts `kdist run` on each host; yields both processes."""
@@ -122,22 +86,6 @@ def job(hosts, backend, workers, folder, source, addresses, env=None):
         ]
 
 
-def check_numbers(backend, workers, started):
-    for script in started:
-        assert script.wait() == 0, script.stdout() + script.stderr()
-    printed = "\n".join(script.stdout() for script in started)
-    found = [
-        line.partition("NUMBERS ")[2].partition(" ") for line in printed.splitlines() if "NUMBERS" in line
-    ]
-    numbers = {int(rank): json.loads(text) for rank, _, text in found}
-    assert sorted(numbers) == list(range(2 * workers))
-    expected = run_plain(backend, one_device, SCRIPT)
-    for actual in numbers.values():
-        assert actual.keys() == expected.keys()
-        for name in expected:
-            assert actual[name] == pytest.approx(expected[name], rel=1e-5, abs=2e-6), name
-
-
 # Nothing else listens in a separate namespace.
 IPV4 = f"{NETWORK}.1:5000,{NETWORK}.2:5000"
 IPV6 = f"[{NETWORK_6}::1]:5000,[{NETWORK_6}::2]:5000"
@@ -155,7 +103,7 @@ IPV6 = f"[{NETWORK_6}::1]:5000,[{NETWORK_6}::2]:5000"
 @pytest.mark.in_turn(6)
 def test_two_hosts_train_as_one_device(backend, workers, hosts, tmp_path):
     with job(hosts, backend, workers, tmp_path, SCRIPT, IPV4) as started:
-        check_numbers(backend, workers, started)
+        check_numbers(backend, 2 * workers, started)
 
 
 @pytest.mark.kills(gloo_interface_of_ipv6_not_found="[torch]")
@@ -165,7 +113,7 @@ def test_two_hosts_with_ipv6_addresses_train_as_one_device(backend, hosts, tmp_p
     for name in hosts:
         ip("-n", name, "-4", "addr", "flush", "scope", "global")
     with job(hosts, backend, 1, tmp_path, SCRIPT, IPV6) as started:
-        check_numbers(backend, 1, started)
+        check_numbers(backend, 2, started)
 
 
 # Networks that fail, or are slow ------------------------------------------------------------------------------
@@ -226,4 +174,4 @@ def test_a_slow_link_changes_nothing(backend, hosts, tmp_path):
         if done.returncode:
             pytest.skip(f"this kernel has no token bucket filter: {done.stderr.strip()}")
     with job(hosts, backend, 1, tmp_path, SCRIPT.replace(SMALL, LARGE), IPV4) as started:
-        check_numbers(backend, 1, started)
+        check_numbers(backend, 2, started)

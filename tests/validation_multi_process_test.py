@@ -74,13 +74,10 @@ def test_odd_validation_data_has_the_results_of_plain_keras(backend):
 
 
 def in_worker_fit_nothing():
-    import keras
 
     import kdist
 
-    with strategy().scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
+    model = network(1, scope=strategy().scope())
     x, y = make_data(0)
     messages = []
     for method in (model.fit, model.evaluate):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import zlib
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kdist.checkpoint.checksums import crc32
+from tests.helpers.scripts import run_python
 
 
 @given(st.binary(), st.binary(), st.binary(max_size=3))
@@ -21,7 +20,4 @@ def test_sums_are_those_of_zlib(first, second, before):
 def test_without_isal():
     blocked = "import sys; sys.modules['isal'] = None"
     code = f"{blocked}; from kdist.checkpoint import checksums; print(checksums.crc32(b'kdist'))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert int(done.stdout) == zlib.crc32(b"kdist") == crc32(b"kdist")
+    assert int(run_python("-c", code).stdout) == zlib.crc32(b"kdist") == crc32(b"kdist")

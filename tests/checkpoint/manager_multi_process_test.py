@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import numpy as np
@@ -11,9 +10,9 @@ import pytest
 
 from kdist import command_line
 from tests.checkpoint import jobs
-from tests.helpers.environment import ROOT, clean_environment
+from tests.helpers.environment import ROOT
 from tests.helpers.processes import each_backend, run, strategy
-from tests.helpers.scripts import Script
+from tests.helpers.scripts import Script, run_python
 
 
 def names(paths):
@@ -158,17 +157,7 @@ np.save(sys.argv[1] + "/prediction.npy", first)
 
 
 def python(code, folder, backend="torch"):
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(folder)],
-        env=clean_environment() | {"KERAS_BACKEND": backend},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_python("-c", code, str(folder), cwd=ROOT, KERAS_BACKEND=backend).stdout
 
 
 @pytest.mark.kills("checkpoint_header_not_verified")

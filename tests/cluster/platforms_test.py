@@ -20,7 +20,7 @@ from kdist.cluster import (
 )
 from kdist.cluster.sources import SOURCES
 from kdist.errors import ClusterConfigError
-from tests.cluster import schedulers_test
+from tests.cluster import discovery_test, schedulers_test
 from tests.cluster.schedulers_test import without
 
 INDEXED_JOB = {
@@ -221,6 +221,7 @@ def test_sagemaker():
 
 
 WRONG = [
+    *discovery_test.WRONG,
     *schedulers_test.WRONG,
     (INDEXED_JOB, {"JOB_COMPLETION_INDEX": "4"}, "JOB_COMPLETION_INDEX"),
     (INDEXED_JOB, {"JOB_COMPLETION_INDEX": None}, "completionMode: Indexed"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,9 @@ _SERVER = """
     import kdist
 
     resolver = kdist.cluster_resolver.TFConfigClusterResolver()
-    kdist.Server(resolver.cluster_spec(), resolver.task_type, resolver.task_id).join()
+    server = kdist.Server(resolver.cluster_spec(), resolver.task_type, resolver.task_id)
+    print("ready", flush=True)
+    server.join()
 """
 _COORDINATOR = """
     import faulthandler
@@ -68,7 +71,8 @@ class Cluster:
 
     def coordinate(self, source: str, timeout: float = 120.0) -> Script:
         """Starts the coordinator, whose script finds `tell`, NumPy, Keras and kdist imported."""
-        return self._script("chief", _COORDINATOR.format(timeout=timeout) + source, "chief", 0)
+        head = textwrap.dedent(_COORDINATOR.format(timeout=timeout))
+        return self._script("chief", head + textwrap.dedent(source), "chief", 0)
 
     def kill(self, job: str, index: int) -> None:
         """Kills a task."""

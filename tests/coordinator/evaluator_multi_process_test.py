@@ -8,18 +8,16 @@ import time
 import numpy as np
 import pytest
 
-from tests.helpers.processes import each_backend, each_backend_in_twelve_turns, run, strategy
+from tests.helpers.processes import each_backend, each_backend_in_twelve_turns, run, scope, strategy
 
 X = np.random.RandomState(0).rand(24, 3).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
 
 
 def make_model(width=4, is_built=True, under_strategy=False):
-    import contextlib
-
     import keras
 
-    with strategy().scope() if under_strategy else contextlib.nullcontext():
+    with scope(under_strategy):
         layers = [keras.layers.Dense(width, activation="relu"), keras.layers.Dense(1)]
         model = keras.Sequential([keras.Input((3,)), *layers] if is_built else layers)
         model.compile("adam", "mse", metrics=["mae"])

@@ -40,19 +40,15 @@ weights = keras.callbacks.ModelCheckpoint("plain/{epoch}.weights.h5", save_weigh
 JOB = (
     COMMON
     + """
+from pathlib import Path
 import kdist
+from tests.helpers.scripts import wait_until
 
 role = json.loads(os.environ["TF_CONFIG"])["task"]["type"]
 strategy = kdist.MultiWorkerMirroredStrategy()
 print("REPLICAS", strategy.num_replicas_in_sync, flush=True)
 with strategy.scope():
     model = make_model(seed=5 if role == "evaluator" else 0)
-
-def wait_for(path):
-    deadline = time.monotonic() + 60
-    while not os.path.exists(path):
-        assert time.monotonic() < deadline, path
-        time.sleep(0.02)
 
 class Save(keras.callbacks.Callback):
     '''Waits for the evaluator, so that it sees each of the checkpoints.'''
@@ -62,7 +58,7 @@ class Save(keras.callbacks.Callback):
         path = self.manager.save()
         self.manager.wait()
         if epoch < 3:
-            wait_for(f"seen-{os.path.basename(path)}")
+            wait_until(Path(f"seen-{os.path.basename(path)}").exists)
 
 class Note(keras.callbacks.Callback):
     def __init__(self):

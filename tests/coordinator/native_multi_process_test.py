@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,17 +11,11 @@ import numpy as np
 import pytest
 
 from tests.contract import CASES, CONFIGURATIONS, compare, run_case
+from tests.coordinator.clusters import Cluster, cluster
 from tests.helpers.processes import full_unless, run_plain
-from tests.helpers.scripts import Script, local_addresses
+from tests.helpers.scripts import Script
 from tests.turn import turn
 
-SERVER = """
-import kdist
-resolver = kdist.cluster_resolver.TFConfigClusterResolver()
-server = kdist.Server(resolver.cluster_spec(), resolver.task_type, resolver.task_id)
-print("ready", flush=True)
-server.join()
-"""
 # What the scripts of the coordinator share.
 HEAD = """
 import json, sys, threading, time
@@ -40,39 +33,10 @@ def make_model():
 """
 
 
-class Job:
-    """Two workers and two servers, and a coordinator to be started; each task is a process."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        ports = local_addresses(5)
-        self.spec = {"chief": ports[:1], "worker": ports[1:3], "ps": ports[3:]}
-        self.tasks = {(job, i): self.start(job, i) for job in ("worker", "ps") for i in range(2)}
-
-    def start(self, job: str, index: int, source: str = SERVER) -> Script:
-        config = json.dumps({"cluster": self.spec, "task": {"type": job, "index": index}})
-        env = {"KERAS_BACKEND": "tensorflow", "TF_CONFIG": config}
-        name = f"{job}{index}-{time.monotonic_ns()}"
-        return Script(self.folder, name, source, env)
-
-    def coordinate(self, source: str) -> Script:
-        self.tasks["chief", 0] = self.start("chief", 0, HEAD + source)
-        return self.tasks["chief", 0]
-
-    def kill(self, job: str, index: int) -> None:
-        self.tasks[job, index].kill()
-
-    def replace(self, job: str, index: int) -> None:
-        self.kill(job, index)
-        self.tasks[job, index] = self.start(job, index)
-
-
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    made = Job(tmp_path)
-    yield made
-    for task in made.tasks.values():
-        task.kill()
+def job(tmp_path: Path) -> Iterator[Cluster]:
+    with cluster("tensorflow", tmp_path) as tasks:
+        yield tasks
 
 
 def result_of(script: Script, timeout: float = 120) -> Any:
@@ -90,7 +54,9 @@ def _plain_fit() -> list[np.ndarray]:
 
 @pytest.mark.in_turn(4)
 def test_fit_one_after_the_other_is_plain_keras_and_beside_each_other_learns(job, tmp_path):
-    script = job.coordinate(f"""
+    script = job.coordinate(
+        HEAD
+        + f"""
 
 partitioner = kdist.experimental.partitioners.FixedShardsPartitioner(2)
 strategy = kdist.ParameterServerStrategy(None, partitioner, max_staleness=0)
@@ -101,7 +67,8 @@ np.savez({str(tmp_path / "weights.npz")!r}, *model.get_weights())
 strategy.coordination.closures._staleness._most = None
 model.fit(x, y, batch_size=64, epochs=5, verbose=0)
 print(json.dumps([int(model.optimizer.iterations), model.evaluate(x, y, verbose=0)[1]]))
-""")
+"""
+    )
     expected = run_plain("tensorflow", _plain_fit)
     steps, accuracy = result_of(script)
     assert steps == 6 * 29
@@ -136,7 +103,8 @@ def step(iterator):
 @pytest.mark.in_turn(4)
 def test_workers_die_and_come_back_and_each_closure_counts_once(job):
     script = job.coordinate(
-        LOOP
+        HEAD
+        + LOOP
         + """
 results = []
 for number in range(600):
@@ -158,7 +126,8 @@ print(json.dumps([int(count), int(model.optimizer.iterations), accuracy]))
     )
     for index, text in ((0, "step 100"), (1, "step 300")):
         script.wait_for(text)
-        job.replace("worker", index)
+        job.kill("worker", index)
+        job.start_task("worker", index)
         job.tasks["worker", index].wait_for("ready")
     assert result_of(script)[:2] == [620, 620]
     assert result_of(script)[2] > 0.95
@@ -167,7 +136,8 @@ print(json.dumps([int(count), int(model.optimizer.iterations), accuracy]))
 @pytest.mark.in_turn(4)
 def test_errors_of_closures_are_their_own_and_a_lost_server_is_named(job):
     script = job.coordinate(
-        LOOP
+        HEAD
+        + LOOP
         + """
 def fails(number):
     raise KeyError("own")
@@ -198,7 +168,7 @@ except kdist.errors.WorkerLostError as error:
 
 def test_a_server_that_never_comes_is_named(job):
     job.kill("ps", 0)
-    script = job.coordinate("kdist.ParameterServerStrategy(timeout=3)")
+    script = job.coordinate(HEAD + "kdist.ParameterServerStrategy(timeout=3)")
     assert script.wait(60) != 0
     assert "WorkerTimeoutError" in script.stderr()
     assert f"ps 0 ({job.spec['ps'][0]})" in script.stderr()
@@ -232,14 +202,17 @@ def contract_in_turn() -> Iterator[Any]:
 @pytest.mark.kills(tensorflow_servers_without_weight_decay="[max_staleness=0-sgd-adam-adamw]")
 @pytest.mark.parametrize(("mode", "names"), contract_in_turn())
 def test_the_contract(job, tmp_path, mode, names):
-    script = job.coordinate(f"""
+    script = job.coordinate(
+        HEAD
+        + f"""
 import pickle
 from tests.contract import run_case
 strategy = kdist.ParameterServerStrategy({mode})
 numbers = {{name: run_case(name, strategy) for name in {names!r}}}
 pickle.dump(numbers, open({str(tmp_path / "numbers")!r}, "wb"))
 print("[]")
-""")
+"""
+    )
     expected = run_plain("tensorflow", _plain_cases, names)
     result_of(script)
     import pickle

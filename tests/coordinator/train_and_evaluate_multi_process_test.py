@@ -13,6 +13,7 @@ import pytest
 
 from tests.coordinator.clusters import run_roles
 from tests.helpers.processes import each_backend_in_twelve_turns, run_plain
+from tests.helpers.scripts import wait_until
 
 STEPS, EVERY = 9, 3
 START_DELAY, THROTTLE = 1.5, 3.0
@@ -50,12 +51,6 @@ def work() -> None:
 
     import kdist
 
-    def wait_for(path: str) -> None:
-        deadline = time.monotonic() + 60
-        while not os.path.exists(path):
-            assert time.monotonic() < deadline, path
-            time.sleep(0.02)
-
     class Waits(keras.callbacks.Callback):
         """Lets the evaluator see each checkpoint, of which two are kept."""
 
@@ -63,7 +58,7 @@ def work() -> None:
 
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             if batch and batch % EVERY == 0:
-                wait_for(f"seen-{batch // EVERY}")
+                wait_until(Path(f"seen-{batch // EVERY}").exists)
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             self.steps += 1
@@ -105,7 +100,7 @@ def work() -> None:
         train_distribute=kdist.MultiWorkerMirroredStrategy(),
     )
     if json.loads(os.environ["TF_CONFIG"])["task"]["type"] == "evaluator":
-        wait_for(f"checkpoints/ckpt-{EVERY}")  # the first evaluation could begin at once
+        wait_until(Path(f"checkpoints/ckpt-{EVERY}").exists)  # the first evaluation could begin at once
     start = time.monotonic()
     result = kdist.estimator.train_and_evaluate(
         make_model,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from pathlib import Path
 
@@ -89,6 +87,8 @@ def test_fit_takes_each_step_once_although_a_worker_is_lost(backend: str, tmp_pa
     y = rng.integers(-3, 4, (47 * 32, 1)).astype("float32")
     np.savez(tmp_path / "data.npz", x=x, y=y)
     source = """
+    from tests.helpers.scripts import wait_until
+
     strategy = kdist.ParameterServerStrategy(
         variable_partitioner=kdist.experimental.partitioners.FixedShardsPartitioner(2)
     )
@@ -102,10 +102,7 @@ def test_fit_takes_each_step_once_although_a_worker_is_lost(backend: str, tmp_pa
     class Tell(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs):
             print("epoch", epoch, flush=True)
-            deadline = time.monotonic() + 60
-            while epoch == 4 and not os.path.exists("killed"):
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+            wait_until(lambda: epoch != 4 or os.path.exists("killed"))
 
     data = np.load("data.npz")
     history = model.fit(data["x"], data["y"], batch_size=32, epochs=6, verbose=0, callbacks=[Tell()])
@@ -268,8 +265,3 @@ def test_an_error_of_a_function_is_raised_once(backend: str, tmp_path: Path) -> 
         error, result = facts(chief)
     assert "an error of its own" in str(error["error"])
     assert result == {"result": 7}
-
-
-def stacks(pid: int) -> None:
-    """Lets a task print what it does, for who looks into a hang."""
-    os.kill(pid, signal.SIGUSR1)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.data.fit_multi_process_test import LIMIT, new_model
-from tests.helpers.data import in_batches, make_data
+from tests.helpers.data import in_batches, loader, make_data, py_dataset
 from tests.helpers.processes import each_backend, run, strategy
 
 
@@ -84,20 +84,14 @@ def in_worker_unseeded_shuffle(kind):
     random.seed(strategy().runtime.worker_index)
     seen = []
 
-    class Batches(keras.utils.PyDataset):
-        def __len__(self):
-            return 6  # of three, two workers may find the same order by chance
-
-        def __getitem__(self, index):
-            return x[2 * index : 2 * index + 2], y[2 * index : 2 * index + 2]
-
-    def loader():
+    def shuffled():
         import torch
 
         torch.manual_seed(strategy().runtime.worker_index)
-        rows = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
-        return torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True)
+        return loader(x, y, batch_size=4, shuffle=True)
 
+    # Of three batches, two workers may find the same order by chance.
+    kinds = {"PyDataset": lambda: py_dataset(in_batches(x, y, (2,) * 6)), "DataLoader": shuffled}
     from kdist.data.agreement import Step
 
     as_batch = Step.as_batch
@@ -108,7 +102,7 @@ def in_worker_unseeded_shuffle(kind):
 
     Step.as_batch = note
     try:
-        new_model_without_seed().fit({"PyDataset": Batches, "DataLoader": loader}[kind](), verbose=0)
+        new_model_without_seed().fit(kinds[kind](), verbose=0)
     finally:
         Step.as_batch = as_batch
     return seen
@@ -138,16 +132,8 @@ def test_workers_shuffle_alike_without_a_seed(backend, kind):
 def in_worker_position_after_fit(kind):
     import keras
 
-    x, y = make_data(12)
-
-    class Batches(keras.utils.PyDataset):
-        def __len__(self):
-            return 3
-
-        def __getitem__(self, index):
-            return x[4 * index : 4 * index + 4], y[4 * index : 4 * index + 4]
-
-    data = {"list": in_batches(x, y, (4, 4, 4)), "PyDataset": Batches(workers=2)}[kind]
+    batches = in_batches(*make_data(12), (4, 4, 4))
+    data = {"list": batches, "PyDataset": py_dataset(batches, 2)}[kind]
     dataset = strategy().experimental_distribute_dataset(data)
     new_model().fit(dataset, epochs=2, verbose=0)
     state = dataset.get_state()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.compare import assert_close
-from tests.helpers.data import in_batches, make_data
+from tests.helpers.data import in_batches, loader, make_data, py_dataset
 from tests.helpers.models import network, state_of
 from tests.helpers.processes import each_backend, run, run_plain, scope, strategy
 
@@ -75,16 +75,7 @@ ODD_SIZES = (5, 8, 5, 1, 1)
 
 
 def global_datasets(x, y, sizes, plain):
-    import keras
-
     batches = in_batches(x, y, sizes)
-
-    class Batches(keras.utils.PyDataset):
-        def __len__(self):
-            return len(batches)
-
-        def __getitem__(self, index):
-            return batches[index]
 
     def generator():
         yield from batches
@@ -95,13 +86,7 @@ def global_datasets(x, y, sizes, plain):
         kinds = (tf.TensorSpec((None, 3), tf.float32), tf.TensorSpec((None, 1), tf.float32))
         return tf.data.Dataset.from_generator(generator, output_signature=kinds)
 
-    def loader():
-        import torch
-
-        rows = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
-        starts = np.cumsum([0, *sizes])
-        indices = [list(range(a, b)) for a, b in itertools.pairwise(starts)]
-        return torch.utils.data.DataLoader(rows, batch_sampler=indices)
+    ends = itertools.pairwise(np.cumsum([0, *sizes]))
 
     def grain():
         import grain
@@ -112,9 +97,9 @@ def global_datasets(x, y, sizes, plain):
         "list": lambda: batches,
         "generator function": lambda: generator,
         # Where Keras looks at the first batch, its own queue of several workers gives this one last.
-        "PyDataset": lambda: Batches(workers=1 if plain else 2),
+        "PyDataset": lambda: py_dataset(batches, 1 if plain else 2),
         "tf.data": tf_data,
-        "DataLoader": loader,
+        "DataLoader": lambda: loader(x, y, batch_sampler=[list(range(a, b)) for a, b in ends]),
         "Grain": grain,
     }
 
@@ -141,16 +126,20 @@ def expected_of(backend, function, *args):
 )
 def test_global_batches(backend, kind):
     expected = expected_of(backend, in_worker_expected, ODD_SIZES)
-    for found in run(backend, NUM_WORKERS, in_worker_fit_global_batches, kind, ODD_SIZES, False):
-        assert_close(found, expected)
+    assert_close(
+        run(backend, NUM_WORKERS, in_worker_fit_global_batches, kind, ODD_SIZES, False),
+        [expected] * NUM_WORKERS,
+    )
 
 
 @each_backend
 @pytest.mark.parametrize("kind", ["PyDataset", "tf.data", "DataLoader", "Grain"])
 def test_plain_datasets_need_no_distributing(backend, kind):
     expected = expected_of(backend, in_worker_expected, ODD_SIZES)
-    for found in run(backend, NUM_WORKERS, in_worker_fit_global_batches, kind, ODD_SIZES, True):
-        assert_close(found, expected)
+    assert_close(
+        run(backend, NUM_WORKERS, in_worker_fit_global_batches, kind, ODD_SIZES, True),
+        [expected] * NUM_WORKERS,
+    )
 
 
 # Unequal lengths: worker 0 has batches of 3, 3 and 1 rows, worker 1 of 3 and 2, and five more steps of 2.
@@ -196,8 +185,7 @@ def in_worker_fit_own(as_loader):
 @pytest.mark.parametrize("as_loader", ["", "loader"])
 def test_pipelines_of_unequal_lengths_lose_no_row(backend, as_loader):
     expected = expected_of(backend, in_worker_expected_of_own)
-    for found in run(backend, NUM_WORKERS, in_worker_fit_own, as_loader):
-        assert_close(found, expected)
+    assert_close(run(backend, NUM_WORKERS, in_worker_fit_own, as_loader), [expected] * NUM_WORKERS)
 
 
 def in_worker_fit_infinite():
@@ -234,8 +222,7 @@ def in_worker_expected_of_infinite():
 @each_backend
 def test_a_dataset_without_end_goes_on_from_epoch_to_epoch(backend):
     expected = run_plain(backend, in_worker_expected_of_infinite)
-    for found in run(backend, NUM_WORKERS, in_worker_fit_infinite):
-        assert_close(found, expected)
+    assert_close(run(backend, NUM_WORKERS, in_worker_fit_infinite), [expected] * NUM_WORKERS)
 
 
 def generated():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.data.fit_multi_process_test import NUM_WORKERS
-from tests.helpers.data import in_batches, make_data
+from tests.helpers.data import in_batches, make_data, py_dataset
 from tests.helpers.processes import each_backend, run, strategy
 
 
@@ -49,7 +49,6 @@ def test_the_iterator(backend):
 
 def resumable(kind):
     """Datasets that shuffle, made anew as after a restart."""
-    import keras
 
     values = np.arange(12, dtype="int32")
     if kind == "tf.data":
@@ -71,14 +70,7 @@ def resumable(kind):
 
         return NumpyDataset(values).shuffle(12, seed=1).batch(4)
 
-    class Numbers(keras.utils.PyDataset):
-        def __len__(self):
-            return 3
-
-        def __getitem__(self, index):
-            return values[4 * index : 4 * index + 4]
-
-    return Numbers(workers=2)
+    return py_dataset([values[first : first + 4] for first in (0, 4, 8)], 2)
 
 
 def read(dataset, number=9):

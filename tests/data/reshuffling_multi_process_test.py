@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.helpers.models import network
 from tests.helpers.processes import each_backend, run, strategy
 
 ROWS, EPOCHS = 22, 3  # in batches of 4, with a last one of 2
@@ -43,13 +44,9 @@ def local_parts(batch):
 
 def fit(reshuffles):
     """What training leaves: the weights of two workers, of one device, and of one without another order."""
-    import keras
 
     def trained(scope, data, **arguments):
-        keras.utils.set_random_seed(5)
-        with scope:
-            model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
-            model.compile(keras.optimizers.SGD(0.001), "mse")
+        model = network(1, inputs=1, rate=0.001, seed=5, scope=scope)
         model.fit(data, epochs=EPOCHS, verbose=0, **arguments)
         return np.concatenate([np.ravel(weight) for weight in model.get_weights()])
 

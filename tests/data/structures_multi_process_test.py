@@ -8,10 +8,10 @@ import pytest
 from tests.data.fit_multi_process_test import NUM_WORKERS, flat
 from tests.helpers.compare import assert_close
 from tests.helpers.data import make_data
-from tests.helpers.processes import each_backend, run, run_plain, strategy
+from tests.helpers.processes import each_backend, run, run_plain, scope, strategy
 
 
-def in_worker_fit_dictionaries(scope):
+def in_worker_fit_dictionaries(under_strategy):
     import keras
 
     keras.utils.set_random_seed(0)
@@ -19,19 +19,14 @@ def in_worker_fit_dictionaries(scope):
     weights = np.linspace(0, 1, 11, dtype="float32")
     a, b = keras.Input((3,), name="a"), keras.Input((3,), name="b")
 
-    def build():
-        return keras.Model({"a": a, "b": b}, {"out": keras.layers.Dense(1, name="out")(a + b)})
-
     batches = [
         ({"a": x[i : i + 4], "b": x[i : i + 4] * 2}, {"out": y[i : i + 4]}, weights[i : i + 4])
         for i in (0, 4, 8)
     ]
-    if scope:
-        with strategy().scope():
-            model = build()
-        data = strategy().experimental_distribute_dataset(batches)
-    else:
-        model, data = build(), (batch for batch in batches)
+    with scope(under_strategy):
+        model = keras.Model({"a": a, "b": b}, {"out": keras.layers.Dense(1, name="out")(a + b)})
+    generator = (batch for batch in batches)  # Keras reads no list of batches
+    data = strategy().experimental_distribute_dataset(batches) if under_strategy else generator
     model.compile("sgd", "mse", weighted_metrics=["mae"])
     return {**model.fit(data, verbose=0).history, "weights": flat(model)}
 
@@ -39,14 +34,11 @@ def in_worker_fit_dictionaries(scope):
 @each_backend
 def test_dictionaries_and_sample_weights(backend):
     expected = run_plain(backend, in_worker_fit_dictionaries, False)
-    for found in run(backend, NUM_WORKERS, in_worker_fit_dictionaries, True):
-        assert_close(found, expected)
+    assert_close(run(backend, NUM_WORKERS, in_worker_fit_dictionaries, True), [expected] * NUM_WORKERS)
 
 
-def in_worker_fit_words(scope):
+def in_worker_fit_words(under_strategy):
     """Words through a StringLookup in the pipeline, sparse and ragged tensors where the backend has them."""
-    import contextlib
-
     import keras
     import tensorflow as tf
 
@@ -54,13 +46,13 @@ def in_worker_fit_words(scope):
     y = np.arange(5, dtype="float32")[:, None]
     lookup = keras.layers.StringLookup(vocabulary=["a", "b", "c"])
     keras.utils.set_random_seed(0)
-    with strategy().scope() if scope else contextlib.nullcontext():
+    with scope(under_strategy):
         model = keras.Sequential([keras.Input((2,), dtype="int64"), keras.layers.Embedding(4, 2)])
         model.add(keras.layers.Flatten())
         model.add(keras.layers.Dense(1))
         model.compile("sgd", "mse")
     dataset = tf.data.Dataset.from_tensor_slices((words, y)).batch(2).map(lambda w, t: (lookup(w), t))
-    if scope:
+    if under_strategy:
         dataset = strategy().experimental_distribute_dataset(dataset)
     return {**model.fit(dataset, verbose=0).history, "weights": flat(model)}
 
@@ -68,29 +60,32 @@ def in_worker_fit_words(scope):
 @each_backend
 def test_preprocessing_layers_in_a_pipeline(backend):
     expected = run_plain(backend, in_worker_fit_words, False)
-    for found in run(backend, NUM_WORKERS, in_worker_fit_words, True):
-        assert_close(found, expected)
+    assert_close(run(backend, NUM_WORKERS, in_worker_fit_words, True), [expected] * NUM_WORKERS)
 
 
-def in_worker_fit_sparse(scope, plain):
-    import contextlib
+def for_sparse_rows(under_strategy):
+    """A model, and its inputs and targets; most inputs are zero."""
+    import keras
 
+    dense = np.eye(6, 5, dtype="float32") * np.arange(1, 7, dtype="float32")[:, None]
+    keras.utils.set_random_seed(0)
+    with scope(under_strategy):
+        inputs = keras.Input((5,), sparse=keras.backend.backend() != "torch")
+        model = keras.Sequential([inputs, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    return model, dense, np.arange(6, dtype="float32")[:, None]
+
+
+def in_worker_fit_sparse(under_strategy, plain):
     import keras
     import tensorflow as tf
 
-    dense = np.eye(6, 5, dtype="float32") * np.arange(1, 7, dtype="float32")[:, None]
-    y = np.arange(6, dtype="float32")[:, None]
-    keras.utils.set_random_seed(0)
-    with strategy().scope() if scope else contextlib.nullcontext():
-        model = keras.Sequential(
-            [keras.Input((5,), sparse=keras.backend.backend() != "torch"), keras.layers.Dense(1)]
-        )
-        model.compile("sgd", "mse")
+    model, dense, y = for_sparse_rows(under_strategy)
     # Keras itself has no sparse tensors on PyTorch: there they become dense.
-    alone_on_torch = not scope and keras.backend.backend() == "torch"
+    alone_on_torch = not under_strategy and keras.backend.backend() == "torch"
     x = dense if alone_on_torch else tf.sparse.from_dense(dense)
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
-    if scope and not plain:
+    if under_strategy and not plain:
         dataset = strategy().experimental_distribute_dataset(dataset)
     return {**model.fit(dataset, verbose=0).history, "weights": flat(model)}
 
@@ -101,24 +96,14 @@ def test_sparse_tensors(backend, plain):
     if backend == "torch" and plain:
         pytest.skip("Keras itself reads no sparse tensors on PyTorch; a distributed dataset makes them dense")
     expected = run_plain(backend, in_worker_fit_sparse, False, plain)
-    for found in run(backend, NUM_WORKERS, in_worker_fit_sparse, True, plain):
-        assert_close(found, expected)
+    assert_close(run(backend, NUM_WORKERS, in_worker_fit_sparse, True, plain), [expected] * NUM_WORKERS)
 
 
-def in_worker_fit_scipy(scope, distribute):
-    import contextlib
-
-    import keras
+def in_worker_fit_scipy(under_strategy, distribute):
     import scipy.sparse
 
-    dense = np.eye(6, 5, dtype="float32") * np.arange(1, 7, dtype="float32")[:, None]
-    y = np.arange(6, dtype="float32")[:, None]
+    model, dense, y = for_sparse_rows(under_strategy)
     x = scipy.sparse.coo_matrix(dense).tocsr()
-    keras.utils.set_random_seed(0)
-    with strategy().scope() if scope else contextlib.nullcontext():
-        is_sparse = keras.backend.backend() != "torch"
-        model = keras.Sequential([keras.Input((5,), sparse=is_sparse), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
     if distribute:
         batches = [(x[i : i + 4].tocoo(), y[i : i + 4]) for i in (0, 4)]
         history = model.fit(strategy().experimental_distribute_dataset(batches), verbose=0).history
@@ -132,8 +117,9 @@ def in_worker_fit_scipy(scope, distribute):
 def test_sparse_matrices_of_scipy(backend):
     expected = run_plain(backend, in_worker_fit_scipy, False, False)
     for distribute in (False, True):
-        for found in run(backend, NUM_WORKERS, in_worker_fit_scipy, True, distribute):
-            assert_close(found, expected)
+        assert_close(
+            run(backend, NUM_WORKERS, in_worker_fit_scipy, True, distribute), [expected] * NUM_WORKERS
+        )
 
 
 def in_worker_read_native_kinds():

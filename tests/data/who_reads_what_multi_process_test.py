@@ -8,6 +8,7 @@ import os
 import numpy as np
 import pytest
 
+from tests.helpers.data import py_dataset
 from tests.helpers.processes import TIMEOUT, each_backend, run, start_pool, strategy
 
 SIZES = ((12, 4, False), (10, 4, False), (10, 4, True), (7, 5, False), (5, 8, False), (9, 1, False))
@@ -28,8 +29,6 @@ def split_by_hand(batch, replicas):
 
 def make_dataset(kind, rows, size, drop_remainder):
     """A dataset of global batches of the numbers from 0."""
-    import keras
-
     values = np.arange(rows, dtype="int32")
     batches = [values[b[0] : b[-1] + 1] for b in batches_of(rows, size, drop_remainder)]
     if kind == "tf.data":
@@ -41,15 +40,7 @@ def make_dataset(kind, rows, size, drop_remainder):
 
         return torch.utils.data.DataLoader(values.tolist(), batch_size=size, drop_last=drop_remainder)
     if kind == "PyDataset":
-
-        class Numbers(keras.utils.PyDataset):
-            def __len__(self):
-                return len(batches)
-
-            def __getitem__(self, index):
-                return batches[index]
-
-        return Numbers(workers=2)
+        return py_dataset(batches, 2)
     if kind == "Grain":
         import grain
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.environment import ROOT, clean_environment
+from tests.helpers.environment import ROOT
 from tests.helpers.processes import each_backend_in_twelve_turns
+from tests.helpers.scripts import run_python
 
 GAN = ROOT / "tutorials" / "gan.py"
 STEPS = 6
@@ -26,18 +25,8 @@ for name, losses in zip(("discriminator", "generator"), gan.train(kdist.OneDevic
 
 def printed(backend: str, folder: Path, *command: str) -> str:
     """Returns the output of Python, which must succeed."""
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        env=clean_environment() | {"KERAS_BACKEND": backend, "MPLCONFIGDIR": str(folder)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    told = {"KERAS_BACKEND": backend, "MPLCONFIGDIR": str(folder)}
+    return run_python(*command, cwd=folder, timeout=170, **told).stdout
 
 
 @pytest.mark.timeout(360)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,9 @@ import pytest
 
 from tests.docs.examples import example
 from tests.helpers.compare import assert_close
-from tests.helpers.environment import ROOT, clean_environment
+from tests.helpers.environment import ROOT
 from tests.helpers.processes import each_backend_in_twelve_turns, run, run_plain
+from tests.helpers.scripts import run_python
 
 PAGE = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
 TRAIN = example("quickstart_0")
@@ -25,18 +24,8 @@ SAVE = 'model.save("model.keras")\n'
 def test_the_file_trains_on_two_workers_as_the_page_says(backend: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
     (command,) = re.findall(r"^\$ kdist (run --num-workers 2 train\.py)$", PAGE, re.MULTILINE)
-    done = subprocess.run(
-        [sys.executable, "-m", "kdist", *shlex.split(command)],
-        cwd=tmp_path,
-        env=clean_environment() | {"KERAS_BACKEND": backend},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    done = run_python("-m", "kdist", *shlex.split(command), cwd=tmp_path, timeout=150, KERAS_BACKEND=backend)
     printed = done.stdout + done.stderr
-    assert done.returncode == 0, printed
     shown = re.search(r"^```text\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     assert shown
     for line in shown[1].splitlines():

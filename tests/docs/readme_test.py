@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -14,7 +12,8 @@ import pytest
 from tests.contract import table
 from tests.contract.case import CASES
 from tests.contract.configuration import CONFIGURATIONS
-from tests.helpers.environment import ROOT, clean_environment
+from tests.helpers.environment import ROOT
+from tests.helpers.scripts import run_python
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONTRACT = (ROOT / "docs" / "contract.md").read_text(encoding="utf-8")
@@ -38,17 +37,7 @@ def test_the_example_runs_on_two_workers_with_the_command_below_it(tmp_path: Pat
     (tmp_path / "train.py").write_text("\n".join(line[1:] for line in lines), encoding="utf-8")
     command = re.search(r"\$ kdist (run .* train\.py)$", README, re.MULTILINE)
     assert command, "the README shows how to start its example"
-    done = subprocess.run(
-        [sys.executable, "-m", "kdist", *command[1].split()],
-        cwd=tmp_path,
-        env=clean_environment() | {"KERAS_BACKEND": "jax"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_python("-m", "kdist", *command[1].split(), cwd=tmp_path, KERAS_BACKEND="jax")
     assert "[worker 0] Epoch 5/5" in done.stdout
     assert "[worker 1] Epoch" not in done.stdout
 

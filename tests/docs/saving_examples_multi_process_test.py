@@ -7,14 +7,7 @@ import os
 from pathlib import Path
 
 from tests.docs.examples import Run, each_example, run_example, runs
-from tests.docs.things import (
-    assert_same,
-    dataset,
-    images,
-    model_with_and_without_kdist,
-    new_model,
-    rows,
-)
+from tests.docs.things import assert_same, dataset, images, model_with_and_without_kdist, new_model, rows
 from tests.helpers.compare import assert_equal
 from tests.helpers.processes import strategy
 

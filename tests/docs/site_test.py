@@ -6,8 +6,6 @@ import base64
 import json
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,8 @@ import kdist.cluster_resolver
 import kdist.errors
 import kdist.experimental
 from tests.docs.search import Search
-from tests.helpers.environment import ROOT, clean_environment
+from tests.helpers.environment import ROOT
+from tests.helpers.scripts import run_python
 from tests.notebooks import TUTORIALS
 
 # What people type, and the pages that answer it.
@@ -62,16 +61,8 @@ def search(site: Path) -> Search:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs") / "site"
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
-        cwd=ROOT,
-        env=clean_environment() | {"NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = ("-m", "mkdocs", "build", "--strict", "--site-dir", str(folder))
+    run_python(*command, cwd=ROOT, NO_MKDOCS_2_WARNING="1")
     return folder
 
 

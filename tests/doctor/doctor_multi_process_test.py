@@ -6,8 +6,6 @@ import contextlib
 import json
 import re
 import socket
-import subprocess
-import sys
 
 import pytest
 
@@ -18,9 +16,8 @@ from kdist.doctor.local_workers import hidden_gpus, together
 from kdist.doctor.report import Line, Report
 from kdist.launch.call import Ended, Ending
 from kdist.parity import Training
-from tests.helpers.environment import clean_environment
 from tests.helpers.processes import BACKENDS, each_backend
-from tests.helpers.scripts import Script, environments_of, finished, local_addresses, tf_config
+from tests.helpers.scripts import Script, environments_of, finished, local_addresses, run_python, tf_config
 
 SOURCE = "import sys\nfrom kdist.command_line import main\nsys.exit(main({arguments!r}))"
 CHECKS = "python packages backend devices token cluster names ports threads limits joining clocks shared all-reduce"
@@ -158,16 +155,7 @@ def test_an_engine_that_computes_something_else(tmp_path):
 @pytest.mark.full
 @pytest.mark.timeout(300)
 def test_kdist_test_starts_workers_itself():
-    done = subprocess.run(
-        [sys.executable, "-m", "kdist", "test", "--backend", "torch", "--timeout", "150"],
-        env=clean_environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_python("-m", "kdist", "test", "--backend", "torch", "--timeout", "150", timeout=280)
     assert done.stdout.startswith("kdist doctor: 2 workers on torch, started on this machine\n")
     assert "one step    2 replicas match one device" in done.stdout
     *_, head, row, last = done.stdout.splitlines()

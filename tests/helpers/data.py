@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
 
@@ -15,3 +18,25 @@ def in_batches(x: np.ndarray, y: np.ndarray, sizes: tuple[int, ...]) -> list[tup
     """The rows in batches of these sizes."""
     ends = np.cumsum(sizes)
     return [(x[end - size : end], y[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+
+
+def py_dataset(batches: Sequence[Any], workers: int = 1) -> Any:
+    """The batches as a `keras.utils.PyDataset`."""
+    import keras
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return len(batches)
+
+        def __getitem__(self, index: int) -> Any:
+            return batches[index]
+
+    return Batches(workers=workers)
+
+
+def loader(x: np.ndarray, y: np.ndarray, **options: Any) -> Any:
+    """The rows as a `DataLoader` with these options."""
+    from torch import from_numpy
+    from torch.utils.data import DataLoader, TensorDataset
+
+    return DataLoader(TensorDataset(from_numpy(x), from_numpy(y)), **options)

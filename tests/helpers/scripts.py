@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,27 @@ from tests.helpers.zygote_process import STACKS
 
 # The command of a job: `Script(folder, name, source, env, (*RUN, "-n", "2"))`.
 RUN = (sys.executable, "-m", "kdist", "run")
+# Trains for minutes on all workers; each prints "TRAINS INDEX PID ". `STEP_SECONDS` makes steps longer.
+TRAINS = """
+import os, time
+import numpy as np
+import kdist, keras
+
+class Note(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 20:
+            print(f"TRAINS {strategy.runtime.worker_index} {os.getpid()} ", flush=True)
+            # and then
+        time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
+
+strategy = kdist.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+x = np.random.RandomState(0).rand(4000, 3)
+model.fit(x, x[:, :1], batch_size=4, epochs=1000, verbose=0, callbacks=[Note()])
+print("FINISHED", flush=True)
+"""
 
 
 class Script:
@@ -133,6 +154,34 @@ class Script:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(10)
+
+
+def run_python(
+    *command: str, cwd: Path | None = None, timeout: float = 120, code: int | None = 0, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a new Python with a command line to its end, in a clean environment, and keeps what it prints.
+
+    Args:
+        *command: The arguments of Python.
+        cwd: Where it runs.
+        timeout: In seconds.
+        code: The exit code that it must have; `None` for any.
+        **env: Environment variables beyond those of a clean shell.
+    """
+    done = subprocess.run(
+        [sys.executable, *command], cwd=cwd, env=clean_environment() | env, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=timeout, check=False,
+    )  # fmt: skip
+    assert code in (None, done.returncode), done.stdout + done.stderr
+    return done
+
+
+def wait_until(is_true: Callable[[], object], seconds: float = 60.0) -> None:
+    """Waits for a condition, and fails if it takes longer."""
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s"
+        time.sleep(0.01)
 
 
 def tf_config(addresses: Sequence[str], index: int, **task: Any) -> str:

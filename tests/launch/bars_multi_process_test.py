@@ -14,6 +14,7 @@ import threading
 import pytest
 
 from tests.helpers.environment import clean_environment
+from tests.helpers.scripts import run_python
 
 TIMEOUT = 60
 COLOR = re.compile(r"\x1b\[[0-9;]*m")
@@ -115,9 +116,7 @@ def check(lines: list[str]) -> None:
 
 
 def test_a_pipe_gets_each_bar_once_and_no_control_characters(command):
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=TIMEOUT, env=clean_environment(), check=True
-    )
+    done = run_python(*command[1:], timeout=TIMEOUT)
     assert not set("\x1b\r\x08") & set(done.stdout + done.stderr)
     check([*done.stderr.splitlines(), *done.stdout.splitlines()])
     assert sum("/8 " in line for line in done.stdout.splitlines()) == 2

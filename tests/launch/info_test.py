@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import platform
-import subprocess
 import sys
 
 import pytest
@@ -11,8 +10,8 @@ from kdist import demo
 from kdist.command_line import build_parser
 from kdist.launch import info
 from kdist.launch.plan import count_cores
-from tests.helpers.environment import clean_environment
 from tests.helpers.processes import TIMEOUT, each_backend, run
+from tests.helpers.scripts import run_python
 
 
 def test_versions():
@@ -69,15 +68,7 @@ def test_what_each_backend_is_asked(backend):
 
 
 def command(*arguments, timeout=TIMEOUT, **env):
-    return subprocess.run(
-        [sys.executable, "-m", "kdist", *arguments],
-        env=clean_environment() | env,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    return run_python("-m", "kdist", *arguments, timeout=timeout, code=None, **env)
 
 
 def test_info():

@@ -13,6 +13,7 @@ import kdist.launch
 from kdist.errors import BackendError, InvalidArgumentError, LaunchError, WorkerTimeoutError
 from kdist.launch import local_workers
 from kdist.testing import no_leaks
+from tests.helpers.scripts import run_python, wait_until
 
 TIMEOUT = 30.0
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,11 +126,7 @@ def test_from_a_main_script_without_a_guard(tmp_path):
         "def work(box): return Box(box.value + 1)\n"
         "print([box.value for box in kdist.launch(work, num_workers=2, args=(Box(1),), timeout=30)])\n"
     )
-    done = subprocess.run(
-        [sys.executable, str(script)], env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path,
-        capture_output=True, text=True, timeout=TIMEOUT,
-    )  # fmt: skip
-    assert done.stdout == "[2, 2]\n", done.stderr
+    assert run_python(str(script), cwd=tmp_path, timeout=TIMEOUT).stdout == "[2, 2]\n"
 
 
 def test_ctrl_c_ends_the_workers(tmp_path):
@@ -144,10 +141,7 @@ def test_ctrl_c_ends_the_workers(tmp_path):
             [sys.executable, str(script)], env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=out
         )
         try:
-            deadline = time.monotonic() + TIMEOUT
-            while (tmp_path / "out").read_text().count("pid=") < 2:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            wait_until(lambda: (tmp_path / "out").read_text().count("pid=") == 2, TIMEOUT)
             process.send_signal(2)
             assert process.wait(TIMEOUT) == 0
         finally:

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -13,7 +11,7 @@ from kdist.launch import supervisor
 from tests.helpers.alive import left_of
 from tests.helpers.environment import ROOT
 from tests.helpers.ports import neighboring_ports
-from tests.launch.jobs import TIMEOUT
+from tests.helpers.scripts import run_python
 
 
 def test_success(run):
@@ -246,7 +244,4 @@ def test_the_launcher_is_quick_and_light():
         "import sys; import kdist.command_line, kdist.cluster_resolver; "
         "print({'keras', 'tensorflow', 'jax', 'torch', 'numpy', 'cloudpickle'} & {*sys.modules})"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT
-    )
-    assert done.stdout == "set()\n", done.stderr
+    assert run_python("-c", code, cwd=ROOT).stdout == "set()\n"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from tests.helpers.data import loader, py_dataset
+
 ROWS = 13
 BATCH = 4  # the last one has one row
 STEPS = 4
@@ -33,8 +35,6 @@ def by_hand(num_steps):
 
 def dataset_of(kind, s):
     """The rows as a distributed dataset of some kind."""
-    import keras
-
     x, y = rows()
     starts = range(0, ROWS, BATCH)
     batches = [(x[i : i + BATCH], y[i : i + BATCH]) for i in starts]
@@ -45,20 +45,9 @@ def dataset_of(kind, s):
     if kind == "generator":
         return s.experimental_distribute_dataset(lambda: iter(batches))
     if kind == "DataLoader":
-        import torch
-
-        pairs = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
-        return s.experimental_distribute_dataset(torch.utils.data.DataLoader(pairs, batch_size=BATCH))
+        return s.experimental_distribute_dataset(loader(x, y, batch_size=BATCH))
     if kind == "PyDataset":
-
-        class Batches(keras.utils.PyDataset):
-            def __len__(self):
-                return len(batches)
-
-            def __getitem__(self, index):
-                return batches[index]
-
-        return s.experimental_distribute_dataset(Batches())
+        return s.experimental_distribute_dataset(py_dataset(batches))
     assert kind == "function"
 
     def dataset_fn(context):

@@ -5,12 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tests.helpers.processes import strategy
-from tests.loops.clusters import (
-    each_cluster,
-    number_of,
-    on_workers,
-    per_replica,
-)
+from tests.loops.clusters import each_cluster, number_of, on_workers, per_replica
 
 
 def in_worker_metrics(num_replicas, predictions, labels, weights):

@@ -145,13 +145,15 @@ def rows(number: int = 21) -> tuple[np.ndarray, np.ndarray]:
     return x, x[:, :4] * 2
 
 
-def save(name: str, folder: str) -> tuple[str, str, list[np.ndarray]]:
+def save(
+    name: str, folder: str, make_model: Any = small, make_rows: Any = rows
+) -> tuple[str, str, list[np.ndarray]]:
     """Trains and saves, as a checkpoint and as Keras's file; returns the paths and the values."""
     import kdist
 
     with strategy(name).scope():
-        model = small()
-    model.fit(*rows(), batch_size=8, shuffle=False, verbose=0)
+        model = make_model()
+    model.fit(*make_rows(), batch_size=8, shuffle=False, verbose=0)
     path = kdist.Checkpoint(model=model).save(os.path.join(folder, "checkpoints"))
     file = os.path.join(folder, "model.keras")
     model.save(file)

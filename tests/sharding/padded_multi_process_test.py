@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -119,15 +118,7 @@ def test_an_axis_that_replicas_do_not_divide_is_padded(place: Any, optimizer: st
 
 
 def save(folder: str) -> tuple[str, str, list[np.ndarray]]:
-    import kdist
-
-    with jobs.strategy("fully").scope():
-        model = odd_model("adam")
-    model.fit(*odd_data(), batch_size=8, shuffle=False, verbose=0)
-    path = kdist.Checkpoint(model=model).save(os.path.join(folder, "checkpoints"))
-    file = os.path.join(folder, "model.keras")
-    model.save(file)
-    return path, file, state_of(model)
+    return jobs.save("fully", folder, lambda: odd_model("adam"), odd_data)
 
 
 def restore(path: str, file: str | None) -> list[Any]:

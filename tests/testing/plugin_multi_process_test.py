@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tomllib
 
 import pytest
 
 from tests.docs.examples import example
-from tests.helpers.environment import ROOT, clean_environment
+from tests.helpers.environment import ROOT
+from tests.helpers.scripts import run_python
 
 MODULE = "kdist.testing.plugin"
 TESTS = """
@@ -47,18 +46,9 @@ def test_that_leaks(kdist_no_leaks):
 def run_pytest(folder, tests, **env):
     (folder / "user_test.py").write_text(tests, encoding="utf-8")
     # By its name: what the installed kdist registers depends on when it was installed.
-    env = clean_environment() | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | env
-    options = ["-p", MODULE, "-p", "no:cacheprovider", "-rA"]
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "user_test.py"],
-        cwd=folder,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | env
+    command = ("-m", "pytest", "-p", MODULE, "-p", "no:cacheprovider", "-rA", "user_test.py")
+    return run_python(*command, cwd=folder, timeout=150, code=None, **env)
 
 
 @pytest.mark.kills("testing_failed_workers_are_kept")
@@ -94,9 +84,7 @@ before = set(sys.modules)
 import {MODULE}
 print(*sorted(set(sys.modules) - before))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
-    )
+    done = run_python("-c", code, cwd=ROOT)
     heavy = ("keras", "numpy", "tensorflow", "jax", "torch", "kdist.launch", "kdist.cluster")
     assert MODULE in done.stdout.split()
     assert not [name for name in done.stdout.split() if name.startswith(heavy)], done.stdout

@@ -21,6 +21,7 @@ from kdist.testing import (
     no_leaks,
     snapshot,
 )
+from tests.helpers.scripts import wait_until
 
 TIMEOUT = 30.0
 
@@ -122,10 +123,8 @@ def is_running(pid):
 
 
 def wait_for_the_end_of(pids):
-    left, deadline = set(pids), time.monotonic() + 20
-    while left := {pid for pid in left if is_running(pid)}:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.02)
+    pids = list(pids)
+    wait_until(lambda: not any(map(is_running, pids)), 20)
 
 
 def test_orphans_are_ended_too():

@@ -15,6 +15,7 @@ import pytest
 from kdist.measuring.records import read_run
 from kdist.tracing import merging
 from kdist.tracing.pace import alone
+from tests.helpers.models import network
 from tests.helpers.processes import BACKENDS, each_backend, run, strategy
 from tests.helpers.scripts import Script
 
@@ -39,9 +40,7 @@ def in_worker_measured(folder: str) -> dict[str, Any]:
             time.sleep(SLOW * rank)
 
     x = np.random.RandomState(0).rand(ROWS, 3).astype("float32")
-    with strategy().scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
+    model = network(1, scope=strategy().scope())
     trace = TraceFile(folder, rank)
     spans.add_sink(trace)
     csv = keras.callbacks.CSVLogger(f"{folder}/log.csv")
@@ -120,13 +119,10 @@ def check_trace(events: list[dict[str, Any]], backend: str) -> None:
 
 
 def in_worker_one_sided() -> str:
-    import keras
 
     import kdist
 
-    with strategy().scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
+    model = network(1, scope=strategy().scope())
     x = np.ones((8, 3), "float32")
     callbacks = [kdist.callbacks.Throughput()] if strategy().runtime.worker_index == 1 else []
     with pytest.raises(kdist.errors.KdistError) as caught:
@@ -213,9 +209,7 @@ def in_worker_resumed(folder: str) -> None:
 
     x = np.random.RandomState(0).rand(32, 3).astype("float32")
     for failing in ([Fail()], []):
-        with strategy().scope():
-            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-            model.compile("sgd", "mse")
+        model = network(1, scope=strategy().scope())
         backup = kdist.callbacks.BackupAndRestore(f"{folder}/backup", save_freq=4)
         log = kdist.callbacks.RunLog(folder, every=2)
         with pytest.raises(RuntimeError) if failing else contextlib.nullcontext():

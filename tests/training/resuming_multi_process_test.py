@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.compare import assert_close
+from tests.helpers.data import loader, py_dataset
 from tests.helpers.processes import (
     BACKENDS,
     each_backend,
@@ -52,23 +53,11 @@ def make_data(kind: str, seed: int) -> dict[str, Any]:
         return {"x": whole}
     if kind == "DataLoader":
         import torch
-        from torch.utils.data import DataLoader, TensorDataset
 
         torch.manual_seed(seed)  # Keras does so on its PyTorch backend only
-        rows = TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
-        return {"x": DataLoader(rows, batch_size=BATCH, shuffle=True)}
+        return {"x": loader(x, y, batch_size=BATCH, shuffle=True)}
     if kind == "PyDataset":
-        import keras
-
-        class Batches(keras.utils.PyDataset):
-            def __len__(self) -> int:
-                return len(cuts)
-
-            def __getitem__(self, index: int) -> Any:
-                rows = slice(index * BATCH, (index + 1) * BATCH)
-                return x[rows], y[rows]
-
-        return {"x": Batches()}
+        return {"x": py_dataset([(x[i : i + BATCH], y[i : i + BATCH]) for i in cuts])}
     assert kind == "generator"
 
     def endless() -> Iterator[Any]:

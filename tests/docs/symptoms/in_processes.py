@@ -6,8 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,8 +17,7 @@ from kdist.backends import joining
 from kdist.cluster import discover, liveness
 from kdist.coordinator.rpc import Peer, Service
 from kdist.doctor import examination
-from tests.helpers.environment import clean_environment
-from tests.helpers.scripts import RUN, Script, local_addresses, started, tf_config
+from tests.helpers.scripts import RUN, TRAINS, Script, local_addresses, run_python, started, tf_config
 
 ENDS = """
 import os, sys, time
@@ -31,32 +28,11 @@ JOIN = """
 import kdist
 strategy = kdist.MultiWorkerMirroredStrategy()
 """
-TRAIN = """
-import os, time
-import numpy as np
-import kdist, keras
-
-class Note(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        if batch == 1:
-            print("TRAINS", os.getpid(), flush=True)
-        time.sleep(0.01)
-
-strategy = kdist.MultiWorkerMirroredStrategy()
-with strategy.scope():
-    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-x = np.ones((4000, 3))
-model.fit(x, x[:, :1], batch_size=4, epochs=1000, verbose=0, callbacks=[Note()])
-"""
 
 
 def run(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> str:
     """What `kdist` prints, with its exit code."""
-    done = subprocess.run(
-        [sys.executable, "-m", "kdist", *arguments],
-        cwd=folder, env=clean_environment() | (env or {}), capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = run_python("-m", "kdist", *arguments, cwd=folder, code=None, **(env or {}))
     return f"{done.stdout}\n{done.stderr}\nexit code {done.returncode}"
 
 
@@ -191,7 +167,7 @@ def no_such_script(folder: Path, backend: str) -> str:
 
 
 def a_worker_is_killed(folder: Path, backend: str) -> str:
-    with started(folder, TRAIN, workers(backend, local_addresses(2), 0, 1)) as begun:
+    with started(folder, TRAINS, workers(backend, local_addresses(2), 0, 1)) as begun:
         for script in begun:
             script.wait_for("TRAINS")
         begun[1].process.kill()
@@ -204,7 +180,7 @@ def a_worker_hangs(folder: Path, backend: str) -> str:
         "KDIST_HEARTBEAT_TIMEOUT": "1",
         "KDIST_INJECT": "hang:worker=1,step=3",
     }
-    with started(folder, TRAIN, workers(backend, local_addresses(2), 0, 1, **limits)) as begun:
+    with started(folder, TRAINS, workers(backend, local_addresses(2), 0, 1, **limits)) as begun:
         said = said_by(begun)
         assert begun[1].exit_code == liveness.STALLED == 70
         return said
@@ -232,13 +208,10 @@ def exit_137(folder: Path, backend: str) -> str:
 
 def interrupted(folder: Path, backend: str, number: int = signal.SIGINT) -> str:
     command = (*RUN, "-n", "2")
-    job = Script(folder, "train", ENDS + "print('READY', flush=True)\ntime.sleep(60)\n", {}, command)
-    try:
+    with Script(folder, "train", ENDS + "print('READY', flush=True)\ntime.sleep(60)\n", {}, command) as job:
         job.wait_for("READY")
         os.kill(job.process.pid, number)
         code = job.wait(30)
-    finally:
-        job.kill()
     return f"{job.stdout()}\n{job.stderr()}\nexit code {code}"
 
 
@@ -264,7 +237,7 @@ def launched_function_does_not_end(folder: Path, backend: str) -> str:
     return error_of(lambda: kdist.launch(train, num_workers=2, timeout=2))
 
 
-_HELPERS = ("run", "run_script", "scripts", "workers", "said_by", "error_of", "interrupted", "silent_address")
+_HELPERS = ("run", "run_script", "workers", "said_by", "error_of", "interrupted", "silent_address")
 CASES: dict[str, Callable[[Path, str], str]] = {
     name: value
     for name, value in list(globals().items())
