@@ -113,6 +113,7 @@ def test_communication_options():
     for arguments, name in (
         ({"bytes_per_pack": -1}, "bytes_per_pack=-1"),
         ({"timeout_seconds": 0}, "timeout_seconds=0"),
+        ({"compression": "int8"}, "compression='int8'"),
         ({"implementation": "MPI"}, "implementation='MPI'"),
         ({"implementation": 3}, "implementation=3"),
     ):

@@ -171,6 +171,9 @@ class Runtime(ABC):
     needs_equal_shapes: bool = False
     """Whether replicas need batches of equal shapes, as parts of one array. Sparse batches are not split."""
 
+    compression: str | None = None
+    """The 16-bit dtype in which workers exchange gradients, or `None` for the dtype of each gradient."""
+
     def __init__(self, topology: Topology, group: Workers) -> None:
         self.topology = topology
         self.devices = topology.devices

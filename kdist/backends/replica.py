@@ -26,6 +26,9 @@ from kdist.backends import debugging
 from kdist.context import ReplicaContext, StrategyLike
 from kdist.values import ReduceOp
 
+WIDE = ("float32", "float64")
+"""The dtypes of gradients that can be compressed to 16 bits."""
+
 if TYPE_CHECKING:
     from kdist.arrays.types import Scalar, Tensor, TensorT
 
@@ -134,11 +137,38 @@ class Replica(ReplicaContext):
     ) -> Any:
         """Calls a function once for all replicas of this worker; see `kdist.ReplicaContext.merge_call`."""
 
-    def all_reduce_packed(self, tensors: Sequence[TensorT], weight: Scalar | None = None) -> list[TensorT]:
-        """Sums each tensor, times `weight` if given, over all replicas, with one collective per dtype."""
+    def all_reduce_packed(
+        self, tensors: Sequence[TensorT], weight: Scalar | None = None, dtype: str | None = None
+    ) -> list[TensorT]:
+        """Sums each tensor, times `weight` if given, over all replicas, with one collective per dtype.
+
+        `dtype` is a 16-bit dtype in which wider floating-point numbers travel, or `None`.
+        """
         if weight is not None:
             tensors = [tensor * self.scalar(weight, tensor.dtype) for tensor in tensors]
-        return packed(self.all_reduce_sum, tensors)
+        if dtype is None:
+            return packed(self.all_reduce_sum, tensors)
+        return packed(lambda flats: self._sum_compressed(flats, dtype), tensors)
+
+    def _sum_compressed(self, flats: Sequence[Any], compression: str) -> list[Any]:
+        dtypes = [keras.backend.standardize_dtype(flat.dtype) for flat in flats]
+        wide = [dtype in WIDE for dtype in dtypes]
+        sent = [
+            keras.ops.cast(flat / self.compression_divisor, compression) if is_wide else flat
+            for flat, is_wide in zip(flats, wide, strict=True)
+        ]
+        return [
+            keras.ops.cast(total, dtype) * self.compression_divisor if is_wide else total
+            for total, dtype, is_wide in zip(self.all_reduce_sum(sent), dtypes, wide, strict=True)
+        ]
+
+    @property
+    def compression_divisor(self) -> int:
+        """The number by which gradients are divided before a cast, so that their sum fits into float16.
+
+        In a model's step, it is 1, because the weighted gradients already add up to a mean.
+        """
+        return 1 if self.is_model_step else self.num_replicas_in_sync
 
     @abstractmethod
     def all_reduce_with_gradient(self, tensor: TensorT) -> TensorT:
@@ -197,9 +227,8 @@ class Replica(ReplicaContext):
         self.note("sum of gradients", gradients)
         if self.strategy.own_ops is not None:
             return self._sum_by_own(gradients, variables)
-        if self.loss_is_weighted or not self.is_model_step:
-            return self.all_reduce_packed(gradients)
-        return self.mean_over_rows(gradients)
+        weight = None if self.loss_is_weighted or not self.is_model_step else self.rows.share
+        return self.all_reduce_packed(gradients, weight, self.strategy.runtime.compression)
 
     def _sum_by_own(self, gradients: Sequence[TensorT], variables: Sequence[keras.Variable]) -> list[TensorT]:
         """Sums with the user's `CrossDeviceOps`, as Keras's optimizers do with `tf.distribute`."""

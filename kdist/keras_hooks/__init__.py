@@ -80,6 +80,7 @@ from kdist.keras_hooks.optimizers import (
     is_elementwise,
     is_undecayed,
     learning_rate,
+    marking_gradients,
     owner_in_creation,
     step_variable,
     taking_gradients,

@@ -16,6 +16,7 @@ from kdist.keras_hooks.wrapping import OWNER, RunningReplica, running_replica, w
 if TYPE_CHECKING:
     import keras
 
+    from kdist.arrays.types import Structure
     from kdist.values import Tensor
 
 
@@ -29,6 +30,7 @@ class _Taking(threading.local):
             Callable[[keras.optimizers.Optimizer, list[Tensor | None], list[keras.Variable]], None] | None
         ) = None
         self.owner: keras.Variable | None = None
+        self.mark: Callable[[Tensor], Tensor] | None = None
 
 
 _taking = _Taking()
@@ -48,6 +50,16 @@ def taking_gradients(
         yield
     finally:
         _taking.taker = outer
+
+
+@contextlib.contextmanager
+def marking_gradients(mark: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """A context in which optimizers in this thread use `mark(gradient)` instead of each gradient."""
+    outer, _taking.mark = _taking.mark, mark
+    try:
+        yield
+    finally:
+        _taking.mark = outer
 
 
 def owner_in_creation() -> keras.Variable | None:
@@ -78,6 +90,7 @@ def hook_optimizers() -> None:
         if _taking.taker is not None:
             variables = trainable_variables or self._trainable_variables
             return _taking.taker(self, list(grads), list(variables))
+        grads = _marked(grads)
         replica = running_replica()
         if replica is None or getattr(replica, "applying", False):
             return original(self, grads, trainable_variables)
@@ -95,6 +108,16 @@ def hook_optimizers() -> None:
             return replica.apply_gradients(apply_sums)
         finally:
             replica.applying = False
+
+    def stateless_apply(
+        original: Callable[..., Structure],
+        self: keras.optimizers.Optimizer,
+        optimizer_variables: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Structure:
+        return original(self, optimizer_variables, _marked(grads), *args, **kwargs)
 
     def scale_loss(original: Callable[..., Tensor], self: keras.optimizers.Optimizer, loss: Tensor) -> Tensor:
         scaled = original(self, loss)
@@ -122,6 +145,8 @@ def hook_optimizers() -> None:
     wrap(LossScaleOptimizer, "scale_loss", scale_loss)
     wrap(BaseOptimizer, "apply", apply)
     wrap(LossScaleOptimizer, "apply", apply)
+    # It checks whether the gradients are finite before it calls another optimizer.
+    wrap(LossScaleOptimizer, "stateless_apply", stateless_apply)
 
 
 def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -173,6 +198,11 @@ def build_optimizer(
     with name_scope(optimizer.name, caller=optimizer):
         optimizer.build(variables)
     optimizer.built = True
+
+
+def _marked(grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    mark = _taking.mark
+    return grads if mark is None else [None if gradient is None else mark(gradient) for gradient in grads]
 
 
 def _sum_gradients(

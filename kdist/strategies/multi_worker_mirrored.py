@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kdist.backends import get_backend
 from kdist.cluster import ClusterResolver, TFConfigClusterResolver
 from kdist.communication.options import CommunicationImplementation, CommunicationOptions
-from kdist.strategies.places import check_options, find_workers
+from kdist.strategies.places import check_options, find_workers, join_workers
 from kdist.strategies.strategy import Strategy
 from kdist.topology import Topology
 
@@ -56,7 +55,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         cluster, names = find_workers(cluster_resolver, devices)
         self._cluster_resolver = cluster.resolver or TFConfigClusterResolver()
         topology = Topology(names, cluster if cluster.num_workers > 1 else None)
-        super().__init__(get_backend().create_runtime(topology, options))
+        super().__init__(join_workers(topology, options))
 
     @property
     def cluster_resolver(self) -> ClusterResolver:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kdist.backends.contract import Backend
+from kdist.backends import get_backend
+from kdist.backends.contract import Backend, Runtime
+from kdist.backends.messages import check_equal
 from kdist.cluster import Cluster, ClusterResolver, discover
 from kdist.communication.options import CommunicationOptions
 from kdist.errors import InvalidArgumentError
+from kdist.topology import Topology
 
 
 def choose_devices(
@@ -45,6 +48,17 @@ def check_options(options: CommunicationOptions | None) -> CommunicationOptions:
         received={"communication_options": options},
         hint="Pass an instance, for example kdist.experimental.CommunicationOptions(timeout_seconds=600)",
     )
+
+
+def join_workers(topology: Topology, options: CommunicationOptions) -> Runtime:
+    """Joins the workers, and compares the options that must be equal. Returns the runtime of a strategy."""
+    runtime = get_backend().create_runtime(topology, options)
+    if runtime.num_workers > 1:
+        runtime.compression = options.compression
+        with runtime.engine_errors():
+            facts = {"compression": options.compression}
+            check_equal(runtime, "communication options", facts, "Pass the same compression on all workers.")
+    return runtime
 
 
 def find_workers(

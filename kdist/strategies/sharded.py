@@ -9,7 +9,7 @@ from kdist import gaps
 from kdist.backends import get_backend
 from kdist.cluster import ClusterResolver, TFConfigClusterResolver
 from kdist.communication.options import CommunicationOptions
-from kdist.strategies.places import check_options, find_workers
+from kdist.strategies.places import check_options, find_workers, join_workers
 from kdist.strategies.strategy import Strategy
 from kdist.topology import Mirrored, Sharded, Topology
 
@@ -42,7 +42,7 @@ class ShardedStrategy(Strategy):
             gaps.require(type(self).__name__, backend.name, "devices", {"devices": names})
         self._cluster_resolver = cluster.resolver or TFConfigClusterResolver()
         topology = Topology(names, cluster if cluster.num_workers > 1 else None, storage)
-        super().__init__(backend.create_runtime(topology, options))
+        super().__init__(join_workers(topology, options))
 
     @property
     def cluster_resolver(self) -> ClusterResolver:

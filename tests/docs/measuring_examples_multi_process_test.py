@@ -77,6 +77,13 @@ def mixed_precision_0(example: Run) -> None:
 
 
 def mixed_precision_1(example: Run) -> None:
+    import kdist
+
+    made = example(kdist=kdist)["strategy"]
+    assert made.runtime.num_workers == 2 and made.runtime.compression == "bfloat16"
+
+
+def mixed_precision_2(example: Run) -> None:
     import keras
 
     given = rows()

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 import keras
 import numpy as np
+from jax.experimental.buffer_callback import Buffer, ExecutionContext, buffer_callback
 
+from kdist.backends.jax.row_rules import NoRule
+from kdist.communication.shared_memory import SharedMemory
 from kdist.values import DistributedValues, PerReplica
 
 if TYPE_CHECKING:
@@ -40,6 +43,7 @@ class MeshCollectives:
         self._num_replicas = runtime.num_replicas
         self._num_local = len(runtime.devices)
         self._axes: tuple[str, ...] = runtime.mesh.axis_names
+        self._compression: str | None = runtime.compression
         alone = self._num_replicas == 1
         self.replica_id: int | jax.Array = 0 if alone else jax.lax.axis_index(self._axes)
         self.local_index: int | jax.Array = 0 if self._num_local == 1 else self.replica_id % self._num_local
@@ -48,9 +52,19 @@ class MeshCollectives:
         """Sums each tensor over all devices."""
         if self._num_replicas == 1:
             return list(tensors)
-        totals = jax.lax.psum(tuple(tensors), self._axes)
+        totals = self._sum(tensors)
         # Without the cast, a sum of booleans would be a number.
         return [total.astype(tensor.dtype) for total, tensor in zip(totals, tensors, strict=True)]
+
+    def _sum(self, tensors: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        if self._compression is None:
+            return jax.lax.psum(tuple(tensors), self._axes)
+        return [
+            sum_of_16_bits(tensor, self._axes, self._num_replicas)
+            if tensor.dtype.name == self._compression
+            else jax.lax.psum(tensor, self._axes)
+            for tensor in tensors
+        ]
 
     def gather(self, rows: jax.Array) -> tuple[jax.Array, int | jax.Array]:
         """Returns the rows of all devices. Their numbers are equal, because all devices run one program."""
@@ -77,3 +91,42 @@ class MeshCollectives:
 
         result = function(keras.tree.map_structure(join, values))
         return keras.tree.map_structure(choose, result)
+
+
+def sum_of_16_bits(tensor: jax.Array, axes: str | tuple[str, ...], number: int) -> jax.Array:
+    """Sums a tensor of a 16-bit dtype over a number of devices. Each device adds a part for all of them.
+
+    The bits travel as integers, because XLA sums bfloat16 between CPUs as float32.
+    """
+    lax, dtype, size = jax.lax, tensor.dtype, -(-tensor.size // number)
+    flat = jax.numpy.pad(tensor.reshape(-1), (0, size * number - tensor.size))
+    bits = lax.bitcast_convert_type(flat, np.uint16).reshape(number, size)
+    parts = lax.bitcast_convert_type(lax.all_to_all(bits, axes, 0, 0), dtype)
+    total = parts.astype(np.float32).sum(0).astype(dtype)
+    bits = lax.all_gather(lax.bitcast_convert_type(total, np.uint16), axes, tiled=True)
+    return lax.bitcast_convert_type(bits[: tensor.size], dtype).reshape(tensor.shape)
+
+
+class SumsInMemory:
+    """Sums arrays of one dtype in shared memory, in a function that the program calls.
+
+    Each sum takes `turn` from the previous one, so that the order is the same on all workers.
+
+    Source: https://docs.jax.dev/en/latest/jax.experimental.buffer_callback.html
+    """
+
+    def __init__(self, memory: SharedMemory, turn: jax.Array) -> None:
+        self._memory = memory
+        self.turn = turn
+
+    def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        if not self._memory.can_sum(arrays[0].dtype):
+            raise NoRule(f"a sum of dtype {arrays[0].dtype}")
+        shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (self.turn, *arrays)]
+        self.turn, *summed = buffer_callback(self._sum, shapes)(self.turn, *arrays)
+        return summed
+
+    def _sum(self, context: ExecutionContext, results: list[Buffer], turn: Buffer, *arrays: Buffer) -> None:
+        flat = [[np.asarray(buffer).reshape(-1) for buffer in buffers] for buffers in (arrays, results[1:])]
+        self._memory.sum_all(*flat)
+        np.asarray(results[0])[...] = 0

@@ -77,10 +77,10 @@ class JaxCore(Runtime):
         # One device needs no mesh: a step takes NumPy arrays and returns plain arrays, as plain Keras's does.
         self._is_single = self.num_replicas == 1 and sharded is None and not self.is_central
         self._takes_host_arrays = self._is_single and self.holder.platform == "cpu"
+        self.can_fuse = self.num_workers > 1 and sharded is None and not self.is_central
         # NCCL sends many small tensors as one.
-        is_cpu = self.holder.platform == "cpu"
-        self.fuses_sums = self.num_workers > 1 and is_cpu and sharded is None and not self.is_central
-        """Whether steps sum with `over_rows`."""
+        self.fuses_sums = self.can_fuse and self.holder.platform == "cpu"
+        """Whether steps sum with `over_rows`. With compression, they do whenever they can."""
         is_one = len(self.local_devices) == 1  # each device would add to the sum of its worker
         self.memory: SharedMemory | None = getattr(group, "memory", None) if is_one else None
         """The shared memory in which `over_rows` sums. Another strategy may have connected it."""

@@ -20,17 +20,19 @@ import jax
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
-from jax.experimental.buffer_callback import Buffer, ExecutionContext, buffer_callback
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.sharding import Mesh, PartitionSpec
 
 from kdist.backends.jax import row_rules
+from kdist.backends.jax.collectives import SumsInMemory, sum_of_16_bits
 from kdist.backends.jax.row_rules import SUM, WHOLE, NoRule, Value
+from kdist.backends.replica import WIDE
 from kdist.communication.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
     from kdist.arrays.types import Structure
 
+GRADIENT = "kdist gradient"
 _INLINED = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
 _INLINED |= {"custom_vjp_call": "call_jaxpr"}
 _MOST_GATHERED = 1 << 16  # bytes of an array that all devices get whole although they have its rows
@@ -43,6 +45,7 @@ def over_rows(
     turn: jax.Array,
     state: Structure,
     batches: Sequence[Structure],
+    compression: str | None = None,
 ) -> tuple[Structure, tuple[jax.Array, Structure]]:
     """Runs a step for each batch on the devices of a mesh with one axis.
 
@@ -53,6 +56,7 @@ def over_rows(
         turn: The array that the previous program returned. It orders the sums in shared memory.
         state: Arrays that are equal on all devices.
         batches: Global batches of equal shapes, whose rows the devices divide evenly.
+        compression: A 16-bit dtype for the sums of the arrays that `checkpoint_name` names `GRADIENT`.
 
     Returns:
         The outputs of the last step, and a pair of the next `turn` and the state, equal on all devices.
@@ -67,10 +71,13 @@ def over_rows(
     def on_rows(turn: jax.Array, state: Structure, *batches: Structure) -> tuple[Structure, Structure]:
         def one(turn_and_state: tuple[jax.Array, Structure], batch: Structure) -> tuple[Structure, Structure]:
             turn, state = turn_and_state
-            sums = _SumsOfXla(axis) if memory is None else _SumsInMemory(memory, turn)
+            sums = (
+                SumsInMemory(memory, turn) if memory is not None else _SumsOfXla(axis, mesh.size, compression)
+            )
             values = [Value(leaf, WHOLE) for leaf in jax.tree.leaves(state)]
             values += [Value(leaf, 0) for leaf in jax.tree.leaves(batch)]
-            results = _Program(axis, mesh.size, sums).run(closed, values, is_whole=True)
+            program = _Program(axis, mesh.size, sums, compression)
+            results = program.run(closed, values, is_whole=True)
             outputs, state = jax.tree.unflatten(structure, [result.array for result in results])
             return (getattr(sums, "turn", turn), state), outputs
 
@@ -90,39 +97,16 @@ def over_rows(
 class _SumsOfXla:
     """Sums arrays of one dtype as one flat array, with an all-reduce of XLA."""
 
-    def __init__(self, axis: str) -> None:
-        self._axis = axis
+    def __init__(self, axis: str, number: int, compression: str | None) -> None:
+        self._axis, self._number, self._compression = axis, number, compression
 
     def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         flat = jnp.concatenate([jnp.ravel(array) for array in arrays])
         ends = np.cumsum([array.size for array in arrays])[:-1].tolist()
-        parts = jnp.split(lax.psum(flat, self._axis), ends)
+        is_small = flat.dtype.name == self._compression
+        total = sum_of_16_bits(flat, self._axis, self._number) if is_small else lax.psum(flat, self._axis)
+        parts = jnp.split(total, ends)
         return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
-
-
-class _SumsInMemory:
-    """Sums arrays of one dtype in shared memory, in a function that the program calls.
-
-    Each sum takes `turn` from the previous one, so that the order is the same on all workers.
-
-    Source: https://docs.jax.dev/en/latest/jax.experimental.buffer_callback.html
-    """
-
-    def __init__(self, memory: SharedMemory, turn: jax.Array) -> None:
-        self._memory = memory
-        self.turn = turn
-
-    def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        if not self._memory.can_sum(arrays[0].dtype):
-            raise NoRule(f"a sum of dtype {arrays[0].dtype}")
-        shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (self.turn, *arrays)]
-        self.turn, *summed = buffer_callback(self._sum, shapes)(self.turn, *arrays)
-        return summed
-
-    def _sum(self, context: ExecutionContext, results: list[Buffer], turn: Buffer, *arrays: Buffer) -> None:
-        flat = [[np.asarray(buffer).reshape(-1) for buffer in buffers] for buffers in (arrays, results[1:])]
-        self._memory.sum_all(*flat)
-        np.asarray(results[0])[...] = 0
 
 
 class _Operation(NamedTuple):
@@ -151,14 +135,18 @@ class _Program:
         axis: The axis of the mesh.
         number: The number of devices.
         sums: Sums arrays of one dtype over all devices; `None` inside a loop, where operations cannot wait.
+        compression: See `over_rows`.
     """
 
     def __init__(
-        self, axis: str, number: int, sums: Callable[[Sequence[jax.Array]], list[jax.Array]] | None
+        self,
+        axis: str,
+        number: int,
+        sums: Callable[[Sequence[jax.Array]], list[jax.Array]] | None,
+        compression: str | None = None,
     ) -> None:
-        self._axis = axis
-        self._number = number
-        self._sums = sums
+        self._axis, self._number, self._sums, self._compression = axis, number, sums, compression
+        self._gradients: set[int] = set()
         self._values: dict[int, Value] = {}
         self._makers: dict[int, _Operation] = {}
         self._cuts: dict[tuple[int, int], jax.Array] = {}
@@ -169,6 +157,11 @@ class _Program:
         operations: list[_Operation] = []
         inputs = [self._new(value) for value in values]
         outputs = self._inline(closed, inputs, operations)
+        for operation in reversed(operations):  # a gradient can be the sum of several ones
+            of_gradient = operation.equation.params.get("name") == GRADIENT
+            is_addition = operation.equation.primitive.name == "add_any"
+            if of_gradient or (is_addition and operation.outputs[0] in self._gradients):
+                self._gradients.update(operation.inputs)
         while operations:
             waiting: list[_Operation] = []
             wanted: dict[int, None] = {}
@@ -321,7 +314,9 @@ class _Program:
             if value.division is WHOLE:
                 continue
             array = value.array if value.division is SUM else self._embed(value)
-            parts.setdefault(array.dtype, {})[index] = array
+            is_small = index in self._gradients and array.dtype.name in WIDE
+            dtype = np.dtype(self._compression if self._compression and is_small else array.dtype)
+            parts.setdefault(dtype, {})[index] = array.astype(dtype)
         if parts and self._sums is None:
             raise NoRule("a sum inside a loop")
         for arrays in parts.values():

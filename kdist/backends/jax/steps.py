@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 import keras
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from kdist import keras_hooks, tracing
 from kdist.arrays.gathering import gather_rows
@@ -23,9 +24,10 @@ from kdist.arrays.splitting import have_all_rows
 from kdist.backends.contract import ReplicaBatches, StepFunction
 from kdist.backends.jax import moments
 from kdist.backends.jax.core import JaxCore
-from kdist.backends.jax.fused_sums import over_rows
+from kdist.backends.jax.fused_sums import GRADIENT, over_rows
 from kdist.backends.jax.storage import divided, is_divided, stored
 from kdist.cluster import logs
+from kdist.communication.options import hint_ignored
 
 if TYPE_CHECKING:
     _State: TypeAlias = tuple[Sequence[jax.Array], ...]
@@ -64,7 +66,12 @@ class JaxSteps(StepFunction):
         self._step = _stateless_step(self._model, kind)
         self._compiled = self._compile()
         self._is_slow_loop: bool | None = None
-        self._can_fuse = runtime.fuses_sums and kind != "predict"
+        can_fuse = runtime.fuses_sums if runtime.compression is None else runtime.can_fuse
+        self._can_fuse = can_fuse and kind != "predict"
+        if self._eager:
+            self._note_uncompressed("of uncompiled steps", "every worker computes the whole batch.")
+        elif not self._can_fuse:
+            self._note_uncompressed("in fit", "the variables are sharded, so that XLA sums the gradients.")
 
     def __enter__(self) -> JaxSteps:
         """Syncs the state of other steps of the model, for example of a `fit` whose callback evaluates."""
@@ -142,6 +149,10 @@ class JaxSteps(StepFunction):
             if self._can_fuse and not any(have_all_rows(batch.split) for batch in batches):
                 outputs = self._run_fused(*data)
             else:
+                if self._can_fuse:
+                    self._note_uncompressed(
+                        "of batches that the replicas do not divide", "XLA sums their gradients."
+                    )
                 outputs, self._state = self._compiled(False)(self._state, *data)
         except BaseException:
             self._forget_failed()
@@ -209,10 +220,13 @@ class JaxSteps(StepFunction):
         ) -> tuple[Structure, tuple[jax.Array, Structure]]:
             turn, state = turn_and_state
             try:
-                return over_rows(traced, runtime.mesh, runtime.memory, turn, state, batches)
+                return over_rows(
+                    traced, runtime.mesh, runtime.memory, turn, state, batches, runtime.compression
+                )
             except Exception as reason:  # errors of the step itself are raised again
                 message = "kdist leaves the sums of the %s steps of this model to XLA: %s."
                 logs.logger.info(message, self._kind, reason)
+                self._note_uncompressed("of a step of fit", f"XLA sums the gradients ({reason}).")
                 outputs, state = looped(state, *batches)
                 return outputs, (turn, state)
 
@@ -232,10 +246,18 @@ class JaxSteps(StepFunction):
         """Runs the step on a global batch while JAX traces it."""
         runtime, groups = self._runtime, _state_variables(self._model(), self._kind)
         layouts = contextlib.nullcontext() if runtime.storage is None else runtime.storage.outputs()
-        with layouts, moments.over(runtime.by_batch):
+        marked: Any = contextlib.nullcontext()
+        if runtime.compression is not None:
+            marked = keras_hooks.marking_gradients(lambda gradient: checkpoint_name(gradient, GRADIENT))
+        with layouts, marked, moments.over(runtime.by_batch):
             state = tuple(list(map(divided, *pair)) for pair in zip(groups, state, strict=True))
             outputs, state = self._step(state, runtime.divide(data))
         return outputs, tuple(list(map(stored, *pair)) for pair in zip(groups, state, strict=True))
+
+    def _note_uncompressed(self, what: str, why: str) -> None:
+        compression = self._runtime.compression
+        if compression is not None and self._kind == "train":
+            hint_ignored(f"compression={compression!r} {what}", why, self._runtime.worker_index)
 
     def _has_lost_divided(self) -> bool:
         variables = [v for group in _state_variables(self._model(), self._kind) for v in group]

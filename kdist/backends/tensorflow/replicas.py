@@ -13,7 +13,7 @@ from kdist import keras_hooks
 from kdist.arrays.structures import joined
 from kdist.backends import debugging
 from kdist.backends.aggregation import ReplicaScope, check_branch
-from kdist.backends.replica import Replica
+from kdist.backends.replica import WIDE, Replica
 from kdist.backends.tensorflow.components import is_shared, native_of
 from kdist.context import StrategyLike, cross_replica
 from kdist.values import component
@@ -103,14 +103,21 @@ class TensorFlowReplica(Replica):
             rows = self.rows
             weight *= tf.math.divide_no_nan(rows.counts * rows.scalar_weight, rows.share)
         # Casts indices, because small integers may be on the host; see `all_reduce_sum`.
+        values = slices.values * tf.cast(weight, slices.dtype)
+        compression = self.strategy.runtime.compression if slices.dtype.name in WIDE else None
+        if compression is not None:  # as the bits of float16, because TensorFlow cannot gather bfloat16
+            values = tf.bitcast(tf.cast(values, compression), tf.float16)
         mine = tf.IndexedSlices(
-            slices.values * tf.cast(weight, slices.dtype),
+            values,
             tf.cast(slices.indices, tf.int64),
             tf.constant(tf.TensorShape(variable.shape).as_list(), tf.int64),
         )
         # `tf.distribute` sums slices by concatenating them in the order of the replicas.
         total = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, mine)
-        return tf.IndexedSlices(total.values, total.indices, mine.dense_shape)
+        values = total.values
+        if compression is not None:
+            values = tf.cast(tf.bitcast(values, compression), slices.dtype)
+        return tf.IndexedSlices(values, total.indices, mine.dense_shape)
 
     def gather_tensor(self, tensor: tf.Tensor, axis: int) -> tf.Tensor:
         """Gathers with `tf.distribute`, which supports gradients."""

@@ -18,6 +18,8 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from kdist.backends.torch.recording import compressed, restored
+
 if TYPE_CHECKING:
     from kdist.backends.replica import Replica
 
@@ -179,7 +181,9 @@ class _Scatter(torch.autograd.Function):
         if replica is None:
             part = storage.part_of(gradient, places)
         else:
-            part = storage.sum_part(gradient * ctx.weight, places)
+            divisor, compression = replica.compression_divisor, replica.strategy.runtime.compression
+            part = compressed(gradient * ctx.weight, compression, divisor)
+            part = restored(storage.sum_part(part, places), gradient.dtype, divisor)
         return storage.of_part(part, places, parameter.shape)
 
     @staticmethod

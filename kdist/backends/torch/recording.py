@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from kdist.arrays.types import Structure, T
 
+_WIDE = (torch.float32, torch.float64)
 _PLAIN = (int, float, bool, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _T = torch.Tensor
 # Functions that give the numbers of a tensor to Python, which may decide about them.
@@ -276,18 +277,45 @@ def _random_states() -> list[bytes]:
         return [generator.get_state().numpy().tobytes() for generator in (torch.default_generator, *gpus)]
 
 
-def exchange(recording: Recording | None, start: Start, tensors: Sequence[torch.Tensor]) -> None:
-    """Runs an exchange of workers for each tensor, all at the same time, or records them.
+def exchange(
+    recording: Recording | None,
+    start: Start,
+    tensors: list[torch.Tensor],
+    compression: str | None = None,
+    divisor: int = 1,
+) -> list[torch.Tensor]:
+    """Runs an exchange of workers for each tensor, all at the same time, or records them. Returns the sums.
 
     Args:
         start: Starts an exchange, and returns the function that waits for its end.
+        tensors: The tensors, which the function may change.
+        compression: See `compressed`.
+        divisor: See `compressed`.
     """
+    sent = tensors if compression is None else [compressed(t, compression, divisor) for t in tensors]
     if recording is not None:
-        for tensor in tensors:
+        for tensor in sent:
             recording.exchange(start, tensor)
-        return
-    for finish in [start(tensor) for tensor in tensors]:
-        finish()
+    else:
+        for finish in [start(tensor) for tensor in sent]:
+            finish()
+    if compression is None:
+        return tensors
+    return [restored(total, t.dtype, divisor) for total, t in zip(sent, tensors, strict=True)]
+
+
+def compressed(tensor: torch.Tensor, compression: str | None, divisor: int) -> torch.Tensor:
+    """Divides a float32 or float64 tensor and casts it to a 16-bit dtype. Returns other tensors unchanged."""
+    if compression is None or tensor.dtype not in _WIDE:
+        return tensor
+    return (tensor if divisor == 1 else tensor / divisor).to(getattr(torch, compression))
+
+
+def restored(total: torch.Tensor, dtype: torch.dtype, divisor: int) -> torch.Tensor:
+    """Returns the sum of tensors of this dtype that `compressed` has cast, or else the tensor."""
+    if total.dtype is dtype:
+        return total
+    return total.to(dtype) if divisor == 1 else total.to(dtype).mul_(divisor)
 
 
 def _finish(work: Callable[[], None], tensor: torch.Tensor) -> None:

@@ -28,6 +28,7 @@ from kdist.backends.variable_table import VariableTable
 from kdist.context import StrategyLike, cross_replica
 from kdist.values import component
 
+Tensors = list[torch.Tensor]
 # Up to this number of replicas, one collective for the moments is faster than three smaller ones.
 _FEW_REPLICAS = 16
 
@@ -79,7 +80,9 @@ class TorchReplica(Replica):
         with torch.no_grad():
             return self._sum_in_place([tensor.detach().clone() for tensor in tensors])
 
-    def all_reduce_packed(self, tensors: Sequence[torch.Tensor], weight: Any = None) -> list[torch.Tensor]:
+    def all_reduce_packed(
+        self, tensors: Sequence[torch.Tensor], weight: Any = None, dtype: str | None = None
+    ) -> list[torch.Tensor]:
         """Sums tensors as `packed` does, but in place and with few calls, because each call costs time."""
         if self.num_replicas_in_sync == 1:
             return list(tensors)
@@ -89,7 +92,7 @@ class TorchReplica(Replica):
             flats = [torch.cat([tensors[i].detach().reshape(-1) for i in group]) for group in groups]
             for flat in flats if weight is not None else ():
                 flat.mul_(weight)
-            for total, group in zip(self._sum_in_place(flats), groups, strict=True):
+            for total, group in zip(self._sum_in_place(flats, dtype), groups, strict=True):
                 parts = total.split([tensors[i].numel() for i in group])
                 for i, part in zip(group, parts, strict=True):
                     results[i] = part.view(tensors[i].shape)
@@ -204,19 +207,20 @@ class TorchReplica(Replica):
         result = self._baton.meet(self.local_index, ("merge_call", None), mine, combine)
         return component(result, self.local_index, keras.tree.map_structure)
 
-    def _sum_in_place(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _sum_in_place(self, tensors: Tensors, dtype: str | None = None) -> Tensors:
         what = ("sum", [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors])
-        totals = self._baton.meet(self.local_index, what, tensors, self._sum_over_replicas)
+        combine = functools.partial(self._sum_over_replicas, dtype)
+        totals = self._baton.meet(self.local_index, what, tensors, combine)
         return [total.to(tensor.device) for total, tensor in zip(totals, tensors, strict=True)]
 
-    def _sum_over_replicas(self, values: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
+    def _sum_over_replicas(self, dtype: str | None, values: Sequence[Tensors]) -> Tensors:
         with torch.no_grad():
             totals = values[0]
             for others in values[1:]:
                 for total, other in zip(totals, others, strict=True):
                     total += other.to(total.device)
-            exchange(self.recording, self._workers.start_all_reduce, totals)
-        return totals
+            start, divisor = self._workers.start_all_reduce, self.compression_divisor
+            return exchange(self.recording, start, totals, dtype, divisor)
 
 
 @functools.lru_cache(64)

@@ -20,7 +20,7 @@ if in_worker:
     from jax import numpy as jnp
     from jax.sharding import Mesh
 
-    from kdist.backends.jax import fused_sums, steps
+    from kdist.backends.jax import collectives, fused_sums, steps
     from kdist.backends.jax.fused_sums import NoRule, over_rows
 
 DEVICES = 3
@@ -201,7 +201,7 @@ def test_sums_in_memory_wait_for_the_previous_sum() -> None:
         return jnp.square(x - x.mean(0)).sum(), state + x.sum()
 
     mesh, memory = Mesh(np.array(jax.devices()[:DEVICES]), ("batch",)), mock.Mock()
-    with mock.patch.object(fused_sums, "buffer_callback", callback):
+    with mock.patch.object(collectives, "buffer_callback", callback):
         for batches, sums in ((1, 2), (3, 6)):
             program = jax.jit(functools.partial(over_rows, step, mesh, memory))
             _, (turn, _) = program(np.int32(0), np.float32(0), [_x()] * batches)
