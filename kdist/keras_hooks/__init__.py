@@ -49,13 +49,14 @@ from kdist.keras_hooks.data import (
     epoch_iterator,
     first_of_py_dataset,
     forget_batches,
-    is_torch_loader,
+    native_batches,
     num_array_rows,
     py_dataset_batches,
     release,
     shuffles_arrays,
     shuffles_py_dataset,
     skip_steps,
+    torch_loader_of,
     train_validation_split,
 )
 from kdist.keras_hooks.layers import hook_embedding, hook_moments, hook_torch_images, hook_torch_modules

@@ -123,11 +123,17 @@ def forget_batches(iterator: EpochIterator) -> None:
     iterator._kept = None
 
 
-def is_torch_loader(iterator: EpochIterator) -> bool:
-    """Returns whether an `epoch_iterator` reads a PyTorch `DataLoader`, which may use the global seed."""
+def torch_loader_of(iterator: EpochIterator) -> Any:
+    """Returns the PyTorch `DataLoader` that an `epoch_iterator` reads, or `None`."""
     from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
 
-    return isinstance(iterator.data_adapter, TorchDataLoaderAdapter)
+    adapter = iterator.data_adapter
+    return adapter._dataloader if isinstance(adapter, TorchDataLoaderAdapter) else None
+
+
+def native_batches(iterator: EpochIterator) -> Iterable[object]:
+    """Returns the backend's iterable of batches from an `epoch_iterator`; does not start it."""
+    return iterator._get_iterator()
 
 
 def dataset_of(iterator: EpochIterator) -> Any:

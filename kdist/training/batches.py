@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kdist import keras_hooks, tracing
@@ -132,7 +133,15 @@ class GlobalBatches:
         if (batch := keras_hooks.first_of_py_dataset(self.iterator)) is not None:
             return batch
         self.iterator.prepare = None
+        loader = keras_hooks.torch_loader_of(self.iterator)
+        states = None
+        if loader is not None and get_backend().keeps_batches:
+            # Plain Keras on TensorFlow draws an order to find the shapes, but none for a first batch.
+            keras_hooks.native_batches(self.iterator)
+            states = torch_loader.random_states(loader)
         _, _, data = next(iter(self.iterator))
+        if loader is not None and states is not None:
+            torch_loader.set_random_states(loader, states)
         self.reset()
         return data[0]
 
@@ -192,23 +201,29 @@ class GlobalBatches:
     def _prepared(self, batches: Iterable[object]) -> Iterator[object]:
         """Converts Keras's iterable to batches for the steps, and counts them."""
         if self._is_array or self._distributed is not None or self._workers_own is not None:
-            # Not in a generator, because PyTorch's loader draws random numbers when its iterator is created.
             started = self._passes.start(batches)
             return self._passes.counted(self._split(started) if self._is_array else started)
-        return self._passes.counted(self._agreed(batches))
+        start = functools.partial(self._passes.start, batches)
+        if (loader := keras_hooks.torch_loader_of(self.iterator)) is not None:
+            torch_loader.share_random_states(loader, self.runtime)
+            if loader.num_workers == 0:  # an iterator would start processes, and Keras creates two per epoch
+                started = start()
+                return self._passes.counted(self._agreed(lambda: started))
+        # The pass starts with its first batch, because Keras creates iterators that it never uses.
+        return self._passes.counted(self._agreed(start))
 
     def _split(self, batches: Iterator[object]) -> Iterator[ReplicaBatches]:
         """Splits batches of arrays, which are equal on all workers, so that no agreement is necessary."""
         for batch in batches:
             yield split_batch(self.runtime, rows.to_host(batch))
 
-    def _agreed(self, batches: Iterable[object]) -> Iterator[ReplicaBatches]:
+    def _agreed(self, start: Callable[[], Iterator[object]]) -> Iterator[ReplicaBatches]:
         runtime = self.runtime
-        if keras_hooks.is_torch_loader(self.iterator):
-            torch_loader.share_random_state(runtime)
-        rest = self._passes.start(batches)
-        limit = None if self._limit is None else max(self._limit - self._passes.taken, 0)
-        source = IteratorSource(itertools.islice(rest, limit))
+        batches = start()
+        # Like Keras, does not request a batch after the last one, because samplers draw from their generator then.
+        limits = [self._limit, self.iterator.data_adapter.num_batches]
+        rest = [max(limit - self._passes.taken, 0) for limit in limits if limit is not None]
+        source = IteratorSource(itertools.islice(batches, min(rest, default=None)))
         steps = open_steps(runtime, read_global(source, runtime, 0, 0), InputOptions(), is_global=True)
         try:
             for step in steps:

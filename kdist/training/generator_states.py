@@ -14,8 +14,8 @@ from kdist.backends import get_backend
 from kdist.data.sources import torch_loader
 
 
-def capture(with_torch: bool = False) -> dict[str, object]:
-    """Returns the random states of the backend, Python and NumPy, and optionally of PyTorch's loaders."""
+def capture(loader: Any = None) -> dict[str, object]:
+    """Returns the random states of the backend, Python and NumPy, and of a PyTorch loader."""
     name, words, *rest = np.random.get_state()
     backend = get_backend()
     states = {
@@ -24,13 +24,13 @@ def capture(with_torch: bool = False) -> dict[str, object]:
         "python": random.getstate(),
         "numpy": [name, _text(np.asarray(words, "<u4").tobytes()), *rest],
     }
-    if with_torch:
-        states["loaders"] = _text(torch_loader.random_state())
+    if loader is not None:
+        states["loaders"] = torch_loader.random_states(loader)
     # Converted to the types that a checkpoint returns: JSON turns tuples into lists.
     return dict(json.loads(json.dumps(states)))
 
 
-def restore(states: Mapping[str, Any]) -> None:
+def restore(states: Mapping[str, Any], loader: Any = None) -> None:
     """Restores states from `capture`, in any process. Skips the state of another backend."""
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
@@ -39,8 +39,8 @@ def restore(states: Mapping[str, Any]) -> None:
     backend = get_backend()
     if states.get("name", backend.name) == backend.name:
         backend.set_random_state(_bytes(states["backend"]))
-    if "loaders" in states:
-        torch_loader.set_random_state(_bytes(states["loaders"]))
+    if loader is not None:
+        torch_loader.set_random_states(loader, states["loaders"])
 
 
 def _text(data: bytes) -> str:

@@ -74,7 +74,7 @@ class Passes:
     def before_epoch(self) -> None:
         """Restores random states after an interruption, before Keras prepares the data for an epoch."""
         if self._resume is not None:
-            generator_states.restore(self._resume["before" if self._in_middle else "now"])
+            self._restore(self._resume["before" if self._in_middle else "now"])
             keras_hooks.forget_batches(self._iterator)  # they were created with other random states
         self._before = self._capture()
 
@@ -84,7 +84,7 @@ class Passes:
         if resume is not None:
             self._repeat(batches)
         if resume is not None and self._in_middle:
-            generator_states.restore(resume["started"])
+            self._restore(resume["started"])
         self._started = self._capture()
         self._number += 1
         self.taken = 0
@@ -93,10 +93,10 @@ class Passes:
             return started
         self.taken = resume["taken"]
         if self.taken and resume.get("begun"):  # missing in backups of earlier versions
-            generator_states.restore(resume["begun"])
+            self._restore(resume["begun"])
         rest = itertools.islice(started, self.taken, None)
         first = list(itertools.islice(rest, 1)) if self.taken else []  # this draws the order of the pass
-        generator_states.restore(resume["now"])
+        self._restore(resume["now"])
         return itertools.chain(first, rest)
 
     def _note_begin(self) -> Iterator[object]:
@@ -125,6 +125,8 @@ class Passes:
             yield batch
 
     def _capture(self) -> dict[str, object] | None:
-        return (
-            generator_states.capture(keras_hooks.is_torch_loader(self._iterator)) if self._records else None
-        )
+        loader = keras_hooks.torch_loader_of(self._iterator)
+        return generator_states.capture(loader) if self._records else None
+
+    def _restore(self, states: Mapping[str, Any]) -> None:
+        generator_states.restore(states, keras_hooks.torch_loader_of(self._iterator))

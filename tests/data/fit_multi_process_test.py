@@ -142,6 +142,36 @@ def test_plain_datasets_need_no_distributing(backend, kind):
     )
 
 
+def in_worker_order_of_a_loader(has_generator, under_strategy):
+    """The order of the rows in three epochs, and the next random number."""
+    import torch
+
+    seen = []
+
+    def collate(samples):
+        seen.append([float(x[0]) for x, _ in samples])
+        return torch.utils.data.default_collate(samples)
+
+    x, y = make_data(12)
+    model = new_model(under_strategy)
+    torch.manual_seed(5 + strategy().runtime.worker_index if under_strategy else 5)
+    own = torch.Generator().manual_seed(int(torch.randint(99, ()))) if has_generator else None
+    data = loader(x, y, batch_size=4, shuffle=True, generator=own, collate_fn=collate)
+    model.fit(data, epochs=3, verbose=0)
+    return seen[-9:], float(torch.rand((), generator=own))
+
+
+@pytest.mark.kills(data_loader_read_past_its_end="[True-jax]", data_loader_opened_late="[False-torch]")
+@each_backend
+@pytest.mark.parametrize("has_generator", [False, True])
+def test_a_loader_shuffles_as_in_plain_keras(backend, has_generator):
+    expected = run_plain(backend, in_worker_order_of_a_loader, has_generator, False)
+    assert (
+        run(backend, NUM_WORKERS, in_worker_order_of_a_loader, has_generator, True)
+        == [expected] * NUM_WORKERS
+    )
+
+
 # Unequal lengths: worker 0 has batches of 3, 3 and 1 rows, worker 1 of 3 and 2, and five more steps of 2.
 OWN_SIZES = ((3, 3, 1), (3, 2, 2, 2, 2, 2, 2))
 

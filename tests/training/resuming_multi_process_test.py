@@ -51,11 +51,12 @@ def make_data(kind: str, seed: int) -> dict[str, Any]:
         dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(ROWS, seed=5).batch(BATCH)
         whole = strategy().experimental_distribute_dataset(dataset) if "distributed" in kind else dataset
         return {"x": whole}
-    if kind == "DataLoader":
+    if "DataLoader" in kind:
         import torch
 
         torch.manual_seed(seed)  # Keras does so on its PyTorch backend only
-        return {"x": loader(x, y, batch_size=BATCH, shuffle=True)}
+        own = torch.Generator().manual_seed(seed) if "generator" in kind else None
+        return {"x": loader(x, y, batch_size=BATCH, shuffle=True, generator=own)}
     if kind == "PyDataset":
         return {"x": py_dataset([(x[i : i + BATCH], y[i : i + BATCH]) for i in cuts])}
     assert kind == "generator"
@@ -74,6 +75,7 @@ KINDS = (
     "tf.data",
     "distributed tf.data",
     "DataLoader",
+    "DataLoader with a generator",
     "PyDataset",
     "generator",
 )
@@ -162,6 +164,7 @@ def check(everyone: Any) -> None:
 @pytest.mark.kills(
     resume_history_lost="[torch-arrays]",
     resume_metrics_begin_anew="[torch-arrays]",
+    resume_generator_of_a_loader_lost="[torch-DataLoader with a generator]",
     resume_nothing_restored="[torch-arrays]",
     resume_nothing_restored_of_tf_data="[torch-tf.data]",
     resume_position_ignored="[torch-arrays]",

@@ -57,9 +57,7 @@ class TorchReplica(Replica):
     ) -> None:
         super().__init__(strategy, replica_id, len(shares), shares[replica_id], local_index, is_model_step)
         self.copies, self.recording = copies, recording
-        self._shares = shares
-        self._baton = baton
-        self._workers = workers
+        self._shares, self._baton, self._workers = shares, baton, workers
 
     def scalar(self, number: Scalar, dtype: object) -> torch.Tensor:
         """Creates a number as a tensor on the device, because a copy would wait for the GPU's work."""
@@ -80,9 +78,7 @@ class TorchReplica(Replica):
         with torch.no_grad():
             return self._sum_in_place([tensor.detach().clone() for tensor in tensors])
 
-    def all_reduce_packed(
-        self, tensors: Sequence[torch.Tensor], weight: Any = None, dtype: str | None = None
-    ) -> list[torch.Tensor]:
+    def all_reduce_packed(self, tensors: Any, weight: Any = None, dtype: str | None = None) -> Tensors:
         """Sums tensors as `packed` does, but in place and with few calls, because each call costs time."""
         if self.num_replicas_in_sync == 1:
             return list(tensors)
@@ -199,9 +195,8 @@ class TorchReplica(Replica):
             joined_args, joined_kwargs = joined(values)
             assert isinstance(self.scope, TorchScope)
             with cross_replica(self.strategy):
-                return self.scope.change_real_variables(
-                    lambda: merge_fn(self.strategy, *joined_args, **joined_kwargs)
-                )
+                call = functools.partial(merge_fn, self.strategy, *joined_args, **joined_kwargs)
+                return self.scope.change_real_variables(call)
 
         mine = (tuple(args), dict(kwargs or {}))
         result = self._baton.meet(self.local_index, ("merge_call", None), mine, combine)

@@ -7,17 +7,19 @@ the order follows from a seed that kdist draws.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import itertools
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kdist.arrays import rows
 from kdist.backends.contract import Runtime
+from kdist.backends.messages import gather
 from kdist.data.sources.source import Choice, Source, with_share_of_files
 from kdist.errors import DatasetError
 
@@ -25,24 +27,33 @@ if TYPE_CHECKING:
     from kdist.arrays.types import Structure
 
 
-def random_state() -> bytes:
-    """Returns the state of PyTorch's global generator, from which shuffling loaders draw their seed."""
+def random_states(loader: Any) -> list[str]:
+    """Returns the states of PyTorch's global generator and of the loader's own generators, as text."""
+    states = [generator.get_state().numpy().tobytes() for generator in _generators(loader)]
+    return [base64.b64encode(state).decode() for state in states]
+
+
+def set_random_states(loader: Any, states: Iterable[str]) -> None:
+    """Restores states from `random_states`, of this or another process."""
     import torch
 
-    return bytes(torch.get_rng_state().numpy().tobytes())
+    for generator, state in zip(_generators(loader), states, strict=False):
+        generator.set_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
 
 
-def set_random_state(state: bytes) -> None:
-    """Restores a state from `random_state`, of this or another process."""
-    import torch
-
-    torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-
-
-def share_random_state(runtime: Runtime) -> None:
-    """Sends the state of the chief's global generator to all workers."""
+def share_random_states(loader: Any, runtime: Runtime) -> None:
+    """Sends the states of the chief's generators to all workers."""
     if runtime.num_workers > 1:
-        set_random_state(runtime.group.all_gather_bytes(random_state())[0])
+        set_random_states(loader, gather(runtime, random_states(loader))[0])
+
+
+def _generators(loader: Any) -> Iterable[Any]:
+    import torch
+
+    inner = getattr(loader.batch_sampler, "sampler", None)
+    own = [getattr(owner, "generator", None) for owner in (loader, loader.sampler, inner)]
+    found = (torch.default_generator, *(one for one in own if isinstance(one, torch.Generator)))
+    return {id(generator): generator for generator in found}.values()
 
 
 @contextlib.contextmanager
