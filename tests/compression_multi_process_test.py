@@ -11,11 +11,11 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from tests.processes import each_backend, run, start_pool
 
 import kdist
 from kdist.errors import WorkerMismatchError
 from kdist.experimental import CommunicationOptions
+from tests.helpers.processes import each_backend, run, start_pool
 
 FEATURES, UNITS, EPOCHS = 16, 64, 4
 NUMBERS = FEATURES * UNITS + UNITS + 2 * FEATURES  # of the model's weights
