@@ -80,6 +80,7 @@ from kdist.keras_hooks.optimizers import (
     hook_tensorflow_optimizers,
     is_elementwise,
     is_undecayed,
+    keeping_learning_rates,
     learning_rate,
     marking_gradients,
     owner_in_creation,

@@ -169,6 +169,22 @@ def learning_rate(
     return float(optimizer.learning_rate) if isinstance(rate, keras.Variable) else rate
 
 
+@contextlib.contextmanager
+def keeping_learning_rates(optimizer: keras.optimizers.Optimizer | None) -> Iterator[None]:
+    """A context that undoes changes of learning rates."""
+    import keras
+
+    found, rates = [optimizer], []
+    while found:
+        one = found.pop()
+        found += [*getattr(one, "optimizers", ()), *filter(None, [getattr(one, "inner_optimizer", None)])]
+        if isinstance(rate := getattr(one, "_learning_rate", None), keras.Variable):
+            rates.append((rate, keras.ops.convert_to_numpy(rate)))
+    yield
+    for variable, value in rates:
+        variable.assign(value)
+
+
 def count_step(optimizer: keras.optimizers.Optimizer) -> None:
     """Counts a step of an optimizer that has no variables to update."""
     optimizer._iterations.assign_add(1)

@@ -141,9 +141,12 @@ def _train(
                 step_logs: Mapping[str, object] = {}
                 if progress.is_resumed:
                     step_logs = model.get_metrics_result()
+                    # A schedule may depend on the rate, which it changed already before the interruption.
+                    with keras_hooks.keeping_learning_rates(model.optimizer):
+                        callbacks.on_epoch_begin(epoch)
                 else:
                     model.reset_metrics()
-                callbacks.on_epoch_begin(epoch)
+                    callbacks.on_epoch_begin(epoch)
                 for begin, end, data in batches:
                     faults.enter_steps(begin, end)
                     if tells:
