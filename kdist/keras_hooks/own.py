@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from kdist.keras_hooks.scalars import OwnLoss
 
@@ -52,15 +52,33 @@ def own_layers(model: keras.Model) -> list[keras.Layer]:
 
 
 def _names_add_loss(kind: type) -> bool:
-    """Returns whether custom methods of a class use `add_loss`; kdist does not probe other layers."""
+    """Returns whether custom methods of a class, or functions that they call, use `add_loss`.
+
+    kdist does not probe other layers.
+    """
     methods = (method for base in kind.__mro__ if is_own(base) for method in vars(base).values())
-    codes = [method.__code__ for method in methods if hasattr(method, "__code__")]
-    while codes:
-        code = codes.pop()
-        if "add_loss" in code.co_names:
-            return True
-        codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
+    functions = [method for method in methods if isinstance(method, types.FunctionType)]
+    seen = set()
+    while functions:
+        function = functions.pop()
+        seen.add(function)
+        codes = [function.__code__]
+        for code in codes:  # grows by inner functions
+            if "add_loss" in code.co_names:
+                return True
+            codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
+            called = (function.__globals__.get(name) for name in code.co_names)
+            functions += [f for f in called if _is_beside(f, function) and f not in seen]
     return False
+
+
+def _is_beside(value: object, function: types.FunctionType) -> TypeGuard[types.FunctionType]:
+    """Returns whether a value is a function of the same package as another function."""
+    return isinstance(value, types.FunctionType) and _package(value) == _package(function)
+
+
+def _package(function: types.FunctionType) -> str:
+    return (function.__module__ or "").partition(".")[0]
 
 
 def own_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
