@@ -14,6 +14,7 @@ def fails(one: int, two: int) -> None:
     assert one + 1 == two
 
 
+@pytest.mark.kills(asserts_of_workers_without_values="[torch]")
 @each_backend
 def test_a_failing_assert_in_a_worker_shows_both_values(backend: str) -> None:
     pool = start_pool(1, backend)

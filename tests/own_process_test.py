@@ -12,6 +12,7 @@ HOOK = "from tests.helpers.own_process import pytest_runtest_teardown\n"
 IMPORTS = "import sys, types\nsys.modules['torch'] = types.ModuleType('torch')\n\ndef test_it():\n    pass\n"
 
 
+@pytest.mark.kills("framework_in_own_process_allowed")
 @pytest.mark.parametrize("processes", ["0", "2"])
 def test_an_imported_framework_fails(processes: str, tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(HOOK)

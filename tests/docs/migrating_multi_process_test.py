@@ -69,6 +69,7 @@ for _ in range(5):
     )
 
 
+@pytest.mark.kills(gradients_halved="[accelerate-and-ddp-torch]")
 @pytest.mark.parametrize(("page", "backend"), BACKENDS.items())
 @pytest.mark.in_turn(3)
 def test_two_workers_learn_what_one_device_learns(page: str, backend: str, tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ def test_outputs_of_a_backend_are_compared_on_that_backend() -> None:
     assert difference_of(*cells) is not None
 
 
+@pytest.mark.kills("tutorial_numbers_not_compared")
 @pytest.mark.parametrize(("tags", "stored", "executed", "found"), DIFFERENT.values(), ids=DIFFERENT)
 def test_a_difference_is_found(tags: list[str], stored: Any, executed: Any, found: str) -> None:
     difference = difference_of(cell(stored, tags), cell(executed, tags))

@@ -99,6 +99,7 @@ def test_every_text_of_a_mark_is_in_the_name_of_an_item(pytestconfig: pytest.Con
 # The harness -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.kills("survivors_are_no_failure")
 def test_each_result_has_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tree = _tree(
         tmp_path,
