@@ -133,7 +133,12 @@ def _settings() -> dict[str, Any]:
         "level of kdist's logger": logger.level,
         "handlers of kdist's logger": [*logger.handlers],
         "working directory": os.getcwd(),
-        "environment": {name: value for name, value in os.environ.items() if name.startswith(DESCRIBING)},
+        "environment": {
+            name: value
+            for name, value in os.environ.items()
+            # TensorFlow sets the second kind when it is imported, which can be in the middle of a test.
+            if name.startswith(DESCRIBING) and not name.startswith("TPU_ML_PLATFORM")
+        },
         "handler of Ctrl-C": signal.getsignal(signal.SIGINT),
         "handler of SIGTERM": signal.getsignal(signal.SIGTERM),
     }

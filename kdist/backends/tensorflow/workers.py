@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 
 _HUNG = "kdist/hung"
+_LOST = "kdist/lost"
 _ENGINE = workers.folders_of_engine(tf.__file__, __file__)
 # A pipeline that waits for its data does not wait for other workers.
 _DATA = os.path.join(os.path.dirname(tf.__file__), "python", "data", "")
@@ -240,8 +241,22 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         return lost
 
     def _lost_error(self, indices: Collection[int], said: str) -> BaseException:
-        lost = {index: self._last_words(index) or stalls.DIED for index in indices}
+        causes = self._causes(indices) if self.num_workers > 2 else set(indices)
+        lost = {index: self._last_words(index) or stalls.DIED for index in causes}
         return stalls.lost_error(self.names, self.worker_index, lost, said)
+
+    def _causes(self, indices: Collection[int]) -> set[int]:
+        """Replaces workers that ended because they had lost others by these others, and notes the result.
+
+        A busy worker notices a loss later, when more workers have ended for the same reason.
+        """
+        causes: set[int] = set()
+        with contextlib.suppress(tf.errors.OpError):  # the store has ended with the chief
+            for index in indices:
+                noted = {int(cause) for cause in (self.look_up(f"{_LOST}/{index}") or str(index)).split(",")}
+                causes |= noted & self._others
+            self.store.set(f"{_LOST}/{self.worker_index}", ",".join(map(str, sorted(causes))).encode())
+        return causes or set(indices)
 
     def _last_words(self, index: int) -> str | None:
         """Returns the reason that a worker wrote before it ended, if there is one and the chief is alive."""
