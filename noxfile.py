@@ -1,7 +1,7 @@
-"""`make matrix`: the contract in pairs with the oldest and the newest versions, in a new environment each.
+"""`make matrix` runs a part of the contract with the oldest and the newest versions, each in a new environment.
 
-`nox --list` names them; `nox -s contract-newest -- --full` runs every cell. A Python that is not found is left out:
-with pyenv, `PYENV_VERSION=3.11:3.12:3.13` shows several.
+`nox --list` lists the environments. `nox -s contract-newest -- --full` runs every cell. nox skips Python versions that
+it cannot find. With pyenv, set `PYENV_VERSION=3.11:3.12:3.13` to make several versions available.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CONTRACT = "tests/contract_multi_process_test.py"
 
 
 def declare(environment: Environment) -> None:
-    """Makes the session of an environment."""
+    """Creates the nox session of an environment."""
 
     @nox.session(name="contract-" + environment.name.replace(" ", "-"), python=environment.python)
     def contract(session: nox.Session) -> None:
@@ -35,14 +35,14 @@ def declare(environment: Environment) -> None:
         )
         session.install("-c", str(constraints), *environment.packages, *TESTING)
         if environment.alone:
-            # It is the same package under another name, and TensorFlow has brought the other one.
+            # The nightly version has a different package name, and TensorFlow has also installed `keras`.
             session.run("python", "-m", "pip", "uninstall", "--yes", "keras")
             session.install("--force-reinstall", "--no-deps", "--pre", environment.alone)
         results = str(folder / "results.json")
         chosen = " or ".join(environment.backends)
         command = ("-m", "pytest", "-n", "2", "--dist", "loadgroup", CONTRACT, "-k", chosen)
-        notes = not session.posargs  # what is tried with other options is not for the page
-        # An older XLA does not know the options that make the tests quick.
+        notes = not session.posargs  # runs with other options are not recorded on the page
+        # Older versions of XLA do not support the flags that make the tests faster.
         session.run(
             "python", *command, "--contract-results", results, *session.posargs,
             env={"XLA_FLAGS": ""}, success_codes=[0, 1] if notes else [0],

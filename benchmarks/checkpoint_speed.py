@@ -44,7 +44,7 @@ def plain_read(paths: list[str]) -> None:
 
 
 def measure(folder: str, num_bytes: int) -> dict[str, list[float]]:
-    """Runs in every worker: seconds of each way, a round each."""
+    """Runs in every worker: returns the seconds of each operation, per round."""
     import keras
     import numpy as np
 
@@ -77,7 +77,7 @@ def measure(folder: str, num_bytes: int) -> dict[str, list[float]]:
                 shutil.rmtree(name) if os.path.isdir(name) else os.unlink(name)
         kdist.barrier()
 
-    # What was written is removed at once: memory that the system has just had back is faster than other memory.
+    # Files are removed immediately, because recently freed memory is faster than other memory.
     for _ in range(ROUNDS):
         take("write", lambda: plain_write(plain[index], share))
         take("read", lambda: plain_read(plain))
@@ -92,7 +92,7 @@ def measure(folder: str, num_bytes: int) -> dict[str, list[float]]:
 
 
 def measure_steps(folder: str, num_bytes: int) -> tuple[float, float, float]:
-    """Runs in every worker: seconds a step without and during saves, and seconds that a save holds up one step."""
+    """Runs in every worker: returns the seconds per step without and during saves, and the delay by a save."""
     import keras
     import numpy as np
 
@@ -118,7 +118,7 @@ def measure_steps(folder: str, num_bytes: int) -> tuple[float, float, float]:
     quiet, busy, pauses = [], [], []
 
     def agree(ready: bool) -> bool:
-        # As many steps on every worker: they wait for each other. Without a save too, or its cost would be the save's.
+        # Every worker must run the same number of steps. This also runs without a save, so that its cost cancels out.
         return all(kdist.all_gather_object(ready))
 
     steps(lambda number: agree(number >= 20))
@@ -135,7 +135,7 @@ def measure_steps(folder: str, num_bytes: int) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    """Prints a row for each number of workers."""
+    """Prints a row per number of workers."""
     from statistics import median
 
     backend = sys.argv[1] if len(sys.argv) > 1 else "torch"

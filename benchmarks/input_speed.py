@@ -28,14 +28,14 @@ import kdist
 
 ROUNDS = 3
 STEPS = 100
-ROWS = 64  # of a per-replica batch
+ROWS = 64  # in a per-replica batch
 AUGMENTED_STEPS = 40
-SIDE, SMALL_SIDE = 96, 32  # of an image
+SIDE, SMALL_SIDE = 96, 32  # width and height of an image
 STEP_SECONDS = 0.01
 
 
 def prepare(images: Any) -> Any:
-    """The least that users do with images: numbers around 0, mirrored."""
+    """Applies minimal preprocessing: scales images to numbers around 0, and mirrors them."""
     import numpy as np
 
     scaled = (images.astype("float32") - 127.5) / 127.5
@@ -43,7 +43,7 @@ def prepare(images: Any) -> Any:
 
 
 def augment(images: Any) -> Any:
-    """What is usual in training: mirrored, blurred, in other contrast and colours, within bounds."""
+    """Applies typical augmentation: mirrors and blurs images, changes their contrast and colors, and clips them."""
     import numpy as np
 
     scaled = prepare(images)
@@ -55,12 +55,12 @@ def augment(images: Any) -> Any:
 
 
 def kinds(side: int = SIDE, augmented: bool = False, light: bool = False) -> dict[str, Callable[[], Any]]:
-    """Makes one pipeline of each kind.
+    """Returns a function per kind that creates a pipeline.
 
     Args:
-        side: Of the images.
-        augmented: Whether they are augmented, or scaled and mirrored only.
-        light: Whether batches are cut from an array as they are, instead of prepared from images.
+        side: The width and height of the images.
+        augmented: Whether images are augmented, or only scaled and mirrored.
+        light: Whether batches are slices of an array, without preprocessing.
     """
     import grain
     import keras
@@ -139,7 +139,7 @@ def empty_model() -> Any:
             return x
 
         def train_step(self, *arguments: Any) -> Any:
-            # On JAX a step takes and returns the state, too.
+            # On JAX, a step also takes and returns the state.
             logs = {"loss": keras.ops.zeros(())}
             return (logs, arguments[0]) if len(arguments) > 1 else logs
 
@@ -149,7 +149,7 @@ def empty_model() -> Any:
 
 
 def iterated(dataset: Any) -> Iterator[Any]:
-    """The batches of a pipeline, without kdist."""
+    """Returns the batches of a pipeline, without kdist."""
     batches = dataset() if callable(dataset) else dataset
     if hasattr(batches, "__getitem__") and hasattr(batches, "num_batches"):  # a PyDataset
         return map(batches.__getitem__, range(len(batches)))
@@ -163,7 +163,7 @@ def by_hand(dataset: Any) -> float:
 
 
 def in_thread(dataset: Any) -> Iterator[Any]:
-    """The batches of a pipeline, two of them read ahead: what one would write without kdist."""
+    """Yields the batches of a pipeline, and reads two in advance, as in typical code without kdist."""
     waiting: queue.Queue[Any] = queue.Queue(2)
 
     def read() -> None:
@@ -188,7 +188,7 @@ def share_of_waiting(batches: Iterator[Any]) -> float:
 
 
 def measure(kind: str) -> dict[str, list[float]]:
-    """Runs in every worker: the figures of each round. Times are in seconds, for a batch."""
+    """Runs in every worker: returns the results of each round. Times are in seconds per batch."""
     from kdist.backends.messages import gather
 
     strategy = _strategy()
@@ -197,7 +197,7 @@ def measure(kind: str) -> dict[str, list[float]]:
         return strategy.distribute_datasets_from_function(lambda context: pipeline)
 
     def together(function: Callable[..., float], *args: Any) -> float:
-        gather(strategy.runtime, None)  # all begin at the same time
+        gather(strategy.runtime, None)  # all workers start at the same time
         return function(*args)
 
     def fit(model: Any, dataset: Any) -> float:
@@ -266,7 +266,7 @@ def main(arguments: Sequence[str]) -> None:
         with WorkerPool(num_workers, options.backend, timeout=250) as pool:
             for kind in options.kinds:
                 workers = pool.run(measure, kind, timeout=250)
-                # The slowest worker of each round.
+                # The slowest worker of each round counts.
                 rounds = {
                     key: [max(values) for values in zip(*(worker[key] for worker in workers), strict=True)]
                     for key in workers[0]

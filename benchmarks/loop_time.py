@@ -22,7 +22,7 @@ WIDTH, DEPTH = 512, 3  # a step of about 5 ms on one core
 
 
 def measure() -> list[tuple[float, float]]:
-    """Runs in every worker: returns seconds a step of the portable and of the native loop, a round each."""
+    """Runs in every worker: returns the seconds per step of the kdist loop and of the native loop, per round."""
     import keras
     import numpy as np
 
@@ -69,7 +69,7 @@ NATIVE = {
 
 
 def main() -> None:
-    """Prints a row for each number of workers."""
+    """Prints a row per number of workers."""
     from statistics import median
 
     backend = sys.argv[1] if len(sys.argv) > 1 else "jax"

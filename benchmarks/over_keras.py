@@ -2,8 +2,8 @@
 
     python benchmarks/over_keras.py torch|jax|tensorflow [rounds]
 
-Each round runs a process with kdist and a process without it, one after the other, which train the same small models
-on the same data. The result is the median ratio of all rounds, with the lowest and the highest.
+Each round runs a process with kdist, and then a process without it. Both train the same small models on the same data.
+The result is the median ratio of all rounds, with the lowest and the highest.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
     python benchmarks/over_loops.py torch|jax|tensorflow [rounds]
 
-On PyTorch, kdist is compared with `DistributedDataParallel`, with Accelerate and Fabric if they are installed, and with
-`keras.distribution.DataParallel` of a coming Keras, if the variable `COMING_KERAS` contains the directory of
-`pip install --pre --no-deps --target DIRECTORY keras-nightly`. On JAX, it is compared with two kinds of `jit`, and on
-TensorFlow with `fit` of Keras 2 (the package tf-keras).
+On PyTorch, kdist is compared with `DistributedDataParallel`, and with Accelerate and Fabric if they are installed. If
+you set `COMING_KERAS`, it is also compared with `keras.distribution.DataParallel` of Keras nightly. The variable is the
+directory of `pip install --pre --no-deps --target DIRECTORY keras-nightly`. On JAX, kdist is compared with two kinds of
+`jit`, and on TensorFlow with `fit` of Keras 2 (the package tf-keras).
 
-Each round runs a job with kdist and a job per contender, one after the other, for three models of equal shapes: a
+Each round runs a job with kdist and a job per contender, one after another, for three models of equal shapes: a
 small MLP (0.01 M parameters), a wide MLP (2.9 M) and a CNN. Each worker has one thread. The result is the median ratio
 of all rounds, with the lowest and the highest.
 """
@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-ROWS = 128  # of a global batch
+ROWS = 128  # in a global batch
 STEPS = {"small": 300, "wide": 60, "cnn": 60}
 WIDTHS = {"small": (64, 128, 10), "wide": (256, 1024, 1024, 1024, 512, 10)}
 EPOCHS = 5
@@ -47,7 +47,7 @@ def with_kdist(name: str) -> Callable[[], Any]:
 
 
 def with_keras(name: str) -> Callable[[], Any]:
-    """Returns a function that trains an epoch with `fit` under the coming Keras's own data parallelism."""
+    """Returns a function that trains an epoch with `fit` under the data parallelism of the nightly Keras."""
     import keras
 
     keras.distribution.initialize()
@@ -144,7 +144,7 @@ def with_torch(name: str, kind: str) -> Callable[[], Any]:
 def with_jit(name: str, is_fused: bool) -> Callable[[], Any]:
     """Returns a function that trains an epoch with one jitted program per step.
 
-    Either XLA divides the program, or each device has its rows and sums one flat array.
+    Either XLA divides the program, or each device computes its rows and sums one flat array.
     """
     import jax
     import numpy as np
@@ -208,7 +208,7 @@ def with_jit(name: str, is_fused: bool) -> Callable[[], Any]:
 
 
 def run_worker(kind: str, name: str) -> None:
-    """Prints the milliseconds per step of the fastest of some epochs."""
+    """Prints the milliseconds per step in the fastest epoch."""
     in_torch = {kind: functools.partial(with_torch, kind=kind) for kind in LOOPS["torch"]}
     in_jax = {kind: functools.partial(with_jit, is_fused=kind == "fused") for kind in LOOPS["jax"]}
     with_keras_only = {"kdist": with_kdist, "keras": with_keras, "keras2": with_keras2}
@@ -219,7 +219,7 @@ def run_worker(kind: str, name: str) -> None:
 
 
 def milliseconds(epoch: Callable[[], Any], name: str) -> float:
-    """Returns the milliseconds per step of the fastest of some epochs. The first one compiles, and does not count."""
+    """Returns the milliseconds per step in the fastest epoch. The first epoch compiles and does not count."""
     epoch()
     times = []
     for _ in range(EPOCHS):

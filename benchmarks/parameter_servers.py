@@ -34,7 +34,7 @@ def clock(function: Callable[[], Any]) -> float:
 
 
 def alternating(functions: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
-    """Returns the milliseconds of each function, a round each."""
+    """Returns the milliseconds of each function, per round."""
     rounds = [{name: clock(function) for name, function in functions.items()} for _ in range(2 + ROUNDS)]
     return {name: [one[name] for one in rounds[2:]] for name in functions}
 
@@ -43,7 +43,7 @@ def alternating(functions: dict[str, Callable[[], Any]]) -> dict[str, list[float
 
 
 def measure_steps(width: int, depth: int, rows: int, has_servers: bool = True) -> float:
-    """Runs on the coordinator, or in the only process: returns the steps of `fit` in a second."""
+    """Runs on the coordinator, or in the only process: returns the steps of `fit` per second."""
     import keras
     import numpy as np
 
@@ -61,7 +61,7 @@ def measure_steps(width: int, depth: int, rows: int, has_servers: bool = True) -
 
 
 def print_steps(backend: str) -> None:
-    """Prints a row for each model."""
+    """Prints a row per model."""
     print(f"{backend}: steps of `fit` in a second, 2 servers; in brackets, times those of 1 worker")
     for name, sizes in MODELS.items():
         alone = kdist.launch(measure_steps, 1, (*sizes, False), backend=backend, env=ENV)[0]
@@ -79,7 +79,7 @@ def print_steps(backend: str) -> None:
 
 
 def serve_bare(port: str) -> None:
-    """A server of gRPC's alone: gives and takes messages."""
+    """Runs a gRPC server without kdist, which sends and receives messages."""
     from concurrent.futures import ThreadPoolExecutor
 
     import grpc
@@ -101,7 +101,7 @@ def serve_bare(port: str) -> None:
 
 
 def bare_messages() -> list[bytes]:
-    """As many bytes as the parameters have."""
+    """Returns messages with the same number of bytes as the parameters."""
     import numpy as np
 
     data = np.random.RandomState(0).rand(PARAMETERS).astype("float32").tobytes()
@@ -109,7 +109,7 @@ def bare_messages() -> list[bytes]:
 
 
 def bare_calls(port: int) -> dict[str, Callable[[], Any]]:
-    """What moves the bytes to and from a bare server."""
+    """Returns functions that transfer the bytes from and to a bare server."""
     import grpc
 
     messages = bare_messages()
@@ -123,7 +123,7 @@ def bare_calls(port: int) -> dict[str, Callable[[], Any]]:
 
 
 def on_worker(variable: Any, optimizer: Any, port: int) -> dict[str, list[float]]:
-    """Runs on a worker: moves a variable, and the same bytes without kdist."""
+    """Runs on a worker: transfers a variable, and the same number of bytes without kdist; returns milliseconds."""
     import keras
     import numpy as np
 
@@ -147,7 +147,7 @@ def on_worker(variable: Any, optimizer: Any, port: int) -> dict[str, list[float]
         record.forget()
         return record.whole()
 
-    def wait(ready: Callable[[], Any]) -> Any:  # JAX computes on after it has answered
+    def wait(ready: Callable[[], Any]) -> Any:  # JAX returns before the computation has ended
         return lambda: getattr(ready(), "block_until_ready", lambda: None)()
 
     calls = {"pull": wait(pull), "push": lambda: task.commit([update]), "settle": wait(pull)}
@@ -159,7 +159,7 @@ def on_worker(variable: Any, optimizer: Any, port: int) -> dict[str, list[float]
 
 
 def measure_transfers(port: int) -> dict[str, list[float]]:
-    """Runs on the coordinator: returns milliseconds, a round each."""
+    """Runs on the coordinator: returns the milliseconds of each operation, per round."""
     import keras
     import numpy as np
 
@@ -176,7 +176,7 @@ def measure_transfers(port: int) -> dict[str, list[float]]:
 
 
 def native_calls(strategy: Any, variable: Any, array: Any) -> dict[str, Callable[[], Any]]:
-    """On TensorFlow, whose own servers hold the variables."""
+    """Returns the transfers on TensorFlow, whose own servers store the variables."""
     import keras
     import tensorflow as tf
 
@@ -193,7 +193,7 @@ def native_calls(strategy: Any, variable: Any, array: Any) -> dict[str, Callable
 
 
 def print_transfers(backend: str) -> None:
-    """Prints a row for each direction."""
+    """Prints a row per number of servers and direction."""
     from kdist.cluster.addresses import free_ports
 
     (port,) = free_ports(1)
@@ -220,12 +220,12 @@ def print_transfers(backend: str) -> None:
 
 
 def moved() -> int:
-    """Runs on a worker: returns how many bytes have gone to and come from the servers."""
+    """Runs on a worker: returns the number of bytes sent to and received from the servers."""
     return sum(server.sent + server.received for server in kdist.get_strategy()._task.served.servers)
 
 
 def measure_rows(steps: int) -> tuple[float, int]:
-    """Runs on the coordinator: returns bytes a step, and those of the embedding."""
+    """Runs on the coordinator: returns the transferred bytes per step, and the size of the embedding in bytes."""
     import keras
     import numpy as np
 
@@ -244,7 +244,7 @@ def measure_rows(steps: int) -> tuple[float, int]:
 
 
 def print_rows(backend: str) -> None:
-    """Prints which part of an embedding a step moves; TensorFlow's servers do not count."""
+    """Prints the share of an embedding that a step transfers. TensorFlow's servers do not count bytes."""
     if backend != "tensorflow":
         bytes_a_step, whole = kdist.launch(measure_rows, 1, (10,), backend=backend, env=ENV, num_ps=2)[0]
         print(
@@ -258,7 +258,7 @@ def print_rows(backend: str) -> None:
 
 
 def print_ray() -> None:
-    """Prints what the same costs with an actor of Ray's in the place of a server."""
+    """Prints the milliseconds of the same transfers with a Ray actor instead of a server."""
     import numpy as np
     import ray
 
@@ -293,7 +293,7 @@ def print_ray() -> None:
 
 
 def main() -> None:
-    """Prints what is asked for, or all."""
+    """Runs the given parts of the benchmark, or all parts."""
     backend, *parts = sys.argv[1:]
     if backend == "bare":
         serve_bare(*parts)

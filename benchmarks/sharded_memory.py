@@ -35,16 +35,16 @@ MODELS = {"MLP (0.6 M parameters)": mlp, "block of a transformer (0.2 M paramete
 
 
 def held(value: Any) -> int:
-    """The bytes of an array on one device."""
-    if hasattr(value, "addressable_shards"):  # of JAX
+    """Returns the bytes of an array on one device."""
+    if hasattr(value, "addressable_shards"):  # a JAX array
         first = min(value.sharding.addressable_devices, key=lambda device: device.id)
         return sum(shard.data.nbytes for shard in value.addressable_shards if shard.device == first)
-    local = value.to_local() if hasattr(value, "to_local") else value  # of PyTorch
+    local = value.to_local() if hasattr(value, "to_local") else value  # a PyTorch tensor
     return int(local.numel() * local.element_size())
 
 
 def measure(name: str, devices: int) -> list[int]:
-    """Runs in every worker: returns the bytes on its first device, mirrored and divided."""
+    """Runs in every worker: returns the bytes on its first device, mirrored and sharded."""
     import keras
     import numpy as np
 
@@ -66,7 +66,7 @@ def measure(name: str, devices: int) -> list[int]:
 
 
 def main(backend: str) -> None:
-    """Prints one line a model and number of replicas."""
+    """Prints one line per model and number of replicas."""
     from kdist.testing import WorkerPool
 
     for replicas in (2, 4):

@@ -42,7 +42,7 @@ def ip(*arguments: str, program: str = "ip") -> None:
 
 @contextlib.contextmanager
 def hosts(megabits: int) -> Iterator[list[str]]:
-    """Creates two namespaces that are joined by a link, and yields their names."""
+    """Creates two namespaces that a link connects; yields their names."""
     names = [f"kdist-bench-{i}" for i in (0, 1)]
     links = [f"kdbench{i}" for i in (0, 1)]
     with contextlib.ExitStack() as cleanup:

@@ -17,7 +17,7 @@ import kdist
 
 ROUNDS = 5
 STEPS = 15
-ROWS = 128  # of a global batch
+ROWS = 128  # in a global batch
 
 
 def mlp(width: int, depth: int) -> tuple[Any, tuple[int, ...]]:
@@ -47,7 +47,7 @@ MODELS = {
 
 
 def measure(name: str) -> list[tuple[float, float]]:
-    """Runs in every worker: returns seconds a step of `fit` and of the native loop, a round each."""
+    """Runs in every worker: returns the seconds per step of `fit` and of the native loop, per round."""
     import keras
     import numpy as np
 
@@ -111,7 +111,7 @@ def native_torch(strategy: Any, model: Any, shape: Any, loss: Any, x: Any, y: An
 def native_jax(
     strategy: Any, model: Any, shape: Any, loss: Any, x: Any, y: Any, flat_sum: bool = False
 ) -> Any:
-    """A jitted step over a mesh; with `flat_sum`, a `shard_map` that sums all gradients as one array."""
+    """Returns a loop with a jitted step over a mesh. With `flat_sum`, `shard_map` sums all gradients as one array."""
     import jax
     import keras
     import numpy as np
@@ -198,7 +198,7 @@ NATIVE = {"torch": native_torch, "jax": native_jax, "tensorflow": native_tensorf
 
 
 def main() -> None:
-    """Prints a row for each model and number of workers."""
+    """Prints a row per model and number of workers."""
     from statistics import median
 
     backend = sys.argv[1]

@@ -1,4 +1,4 @@
-"""What counts as work of a process whose main thread stands still: measured on real threads and children."""
+"""Activity outside of an idle main thread: work of real threads and child processes counts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_child_that_has_computed_since_the_last_look(child):
     activity.others_work_for_it()
     assert child.stdout.readline() == "rests\n"
     assert activity.others_work_for_it()
-    # Within a second or so it is at rest, and so are this process's disks.
+    # After about a second, the child is idle, and this process does not wait for a disk.
     wait_until(lambda: not activity.others_work_for_it(), 20)
 
 

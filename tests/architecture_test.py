@@ -1,4 +1,4 @@
-"""The rules of the architecture, read from the syntax trees: allowed imports, and the place of each kind of code."""
+"""The rules of the architecture, checked in the syntax trees: allowed imports, and the place for each kind of code."""
 
 from __future__ import annotations
 
@@ -32,47 +32,47 @@ from tests.helpers.layers import (
 
 FRAMEWORKS = ("tensorflow", "jax", "jaxlib", "torch")
 
-# Beside the files that all backends have: what one of them needs because its engine lacks it.
+# Files that only one or two backends have, because their frameworks work differently.
 EXTRA_FILES = {
     "tensorflow": {
-        "iteration.py",  # TensorFlow compiles loops over datasets, which the others run as they are
-        "effects.py",  # TensorFlow has its own parameter servers: a program tells what a function does to variables
-        "per_worker.py",  # its workers read datasets without Python
-        "scheduled.py",  # and run programs
-        "served.py",  # on variables that lie there
-        "synchronous.py",  # one of which may go over all of them
-        "tasks.py",  # in servers of TensorFlow's
-        "xla.py",  # collectives of TensorFlow's stay outside of what XLA compiles
+        "iteration.py",  # TensorFlow compiles loops over datasets; the other backends run them in Python
+        "effects.py",  # TensorFlow has its own parameter servers; kdist records how functions change variables
+        "per_worker.py",  # TensorFlow's workers read datasets without Python
+        "scheduled.py",  # they run compiled programs
+        "served.py",  # the variables are on TensorFlow's parameter servers
+        "synchronous.py",  # one program can run on all workers
+        "tasks.py",  # each task runs a TensorFlow server
+        "xla.py",  # TensorFlow's collectives must stay outside of XLA's programs
     },
     "jax": {
-        "watch.py",  # JAX ends the process from C++ when a worker is lost
-        "dispatched.py",  # JAX returns before a program has run, and whoever reads its arrays waits for others
-        "fused_sums.py",  # gloo sends the tensors of an XLA program one after the other
-        "row_rules.py",  # and kdist divides the program instead
-        "moments.py",  # XLA makes four collectives of one BatchNormalization
-        "programs.py",  # JAX compiles pure functions, and Keras code has state
-        "scopes.py",  # which is shown to it while it is traced
-        "collectives.py",  # which come apart from the replicas where one program speaks for all
-        "storage.py",  # arrays over a mesh are JAX's own
-        "uneven_run.py",  # and only for equal shapes on all devices
-        "tables.py",  # TensorFlow's own coordinator looks rows up on its servers
+        "watch.py",  # JAX terminates the process from C++ when a worker is lost
+        "dispatched.py",  # JAX returns before a program has run; reading its arrays waits for other workers
+        "fused_sums.py",  # gloo sends the tensors of an XLA program one after another
+        "row_rules.py",  # so kdist divides the program instead of XLA
+        "moments.py",  # XLA runs four collectives for one BatchNormalization
+        "programs.py",  # JAX compiles pure functions, but Keras code has state
+        "scopes.py",  # Keras code sees its state in these scopes during a trace
+        "collectives.py",  # one program contains the collectives of all replicas
+        "storage.py",  # JAX has its own arrays over a mesh
+        "uneven_run.py",  # they need equal shapes on all devices
+        "tables.py",  # only TensorFlow's coordinator looks up rows on its servers
     },
     "torch": {
-        "storage.py",  # PyTorch divides tensors, and not what Keras makes of them
-        "divided.py",  # Keras's layers on PyTorch compute with whole tensors
-        "lifeline.py",  # PyTorch does not notice a worker that dies or stands still
-        "seeds.py",  # on a GPU, reading a seed from the device waits for all its work
-        "modules.py",  # modules of PyTorch inside a Keras model read their parameters directly
-        "tables.py",  # TensorFlow's own coordinator looks rows up on its servers
-        "recorded_steps.py",  # Keras compiles no step on PyTorch: kdist records one,
+        "storage.py",  # PyTorch can shard tensors, but not the variables of Keras
+        "divided.py",  # Keras's layers on PyTorch need whole tensors
+        "lifeline.py",  # PyTorch does not notice a worker that dies or hangs
+        "seeds.py",  # reading a seed from a GPU waits for all work on the GPU
+        "modules.py",  # PyTorch modules inside a Keras model read their parameters directly
+        "tables.py",  # only TensorFlow's coordinator looks up rows on its servers
+        "recorded_steps.py",  # Keras does not compile steps on PyTorch, so kdist records a step,
         "recording.py",  # operation by operation,
         "replay.py",  # and runs it again,
         "schedule.py",  # with exchanges that overlap with computation
     },
 }
-# Kinds of datasets that come with a framework.
+# Modules for datasets of a framework.
 SOURCES = {"tf_data.py": "tensorflow", "torch_loader.py": "torch"}
-# Privates of other libraries, for which there is no public way.
+# Private names of other libraries that have no public alternative.
 LIBRARIES = ("_getframe", "_current_frames", "_exit", "_SubParsersAction", "_iterator_resource", "_inputs")
 MOST_LINES = 400
 MOST_IMPORT_MS = 100
@@ -109,7 +109,6 @@ def test_no_files_import_each_other_in_a_circle():
 
 
 def test_launch_sees_only_cluster_and_errors():
-    # Beside itself.
     allowed = ("kdist.launch", "kdist.cluster", "kdist.errors")
     broken = [
         str(found)
@@ -132,7 +131,7 @@ def test_light_packages_need_only_the_standard_library(package):
         if package_of(found.path) == package
         and found.module.split(".")[0] not in {*sys.stdlib_module_names, "kdist"}
         and found.module
-        not in ("cloudpickle", "ray", "yaml")  # imported where they are needed, and only then
+        not in ("cloudpickle", "ray", "yaml")  # imported lazily, and only if they are necessary
     ]
     assert not broken, "\n".join(broken)
 
@@ -145,7 +144,7 @@ def test_frameworks_only_in_their_own_backend():
             continue
         parts = found.path.relative_to(ROOT / "kdist").parts
         own = parts[:2] == ("backends", framework)
-        # A dataset belongs to a framework, which need not be the backend's.
+        # A dataset can belong to a framework that is not the backend.
         source = parts[:2] == ("data", "sources") and SOURCES.get(parts[-1]) == framework
         assert not source or found.lazy, f"{found}: only when such a dataset is there"
         if not own and not source:
@@ -166,7 +165,7 @@ def test_backends_do_not_see_each_other():
 
 
 def test_only_the_dispatch_names_a_backend_in_a_condition():
-    """No `if backend == …` outside the dispatch and the backends themselves."""
+    """There must not be an `if backend == …` outside of the dispatch and the backends."""
     broken = []
     for path in FILES:
         if package_of(path) in ("backends", "testing"):
@@ -183,7 +182,7 @@ def test_keras_src_only_in_the_hooks():
     broken = [
         str(f) for f in ALL_IMPORTS if is_in(f.module, "keras.src") and package_of(f.path) != "keras_hooks"
     ]
-    for path in FILES:  # attributes too: keras.src.x without an import of its own
+    for path in FILES:  # also attributes: keras.src.x does not need a separate import
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if (
                 isinstance(node, ast.Attribute)
@@ -195,14 +194,14 @@ def test_keras_src_only_in_the_hooks():
 
 
 def privates(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """The attributes whose names begin with one underscore, and their lines."""
+    """Yields the attributes whose names begin with one underscore, and their lines."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr):
             yield node.attr, node.lineno
 
 
 def own_privates() -> set[str]:
-    """The private names that kdist's own classes and modules have."""
+    """Returns the names that kdist's classes and modules define."""
     own: set[str] = set()
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -229,7 +228,7 @@ def test_privates_of_keras_only_in_the_hooks():
         f"{path.relative_to(ROOT)}:{line} {name}"
         for path, name, line in found
         if package_of(path)
-        not in ("keras_hooks", "engines")  # which have privates of their frameworks' in them
+        not in ("keras_hooks", "engines")  # engines also use private names of their frameworks
         or (package_of(path) == "engines" and name in of_keras)
     ]
     assert not broken, "\n".join(broken)
@@ -274,7 +273,7 @@ def test_no_file_is_too_long():
 
 
 def tracked_files() -> list[str]:
-    """What git knows; without git, all files of the package and its tests."""
+    """Returns the files that git tracks; without git, all files of the package and its tests."""
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
     )
@@ -286,7 +285,7 @@ def tracked_files() -> list[str]:
 
 
 def test_no_path_of_a_machine_in_tracked_files():
-    # Put together here, or this file would be found.
+    # Split into parts, so that this file does not contain the paths.
     foreign = re.compile(
         "|".join(rf"(?<![\w.]){re.escape('/' + name)}" for name in ("work/", "root/", "tmp/venv"))
     )
@@ -321,7 +320,7 @@ def test_unknown_name_is_an_attribute_error():
 
 
 def python(code: str) -> float:
-    """Runs code in a fresh Python; returns its seconds of computing, which a busy machine hardly changes."""
+    """Runs code in a new Python process; returns its CPU seconds, which hardly depend on other load."""
     start = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
     end = resource.getrusage(resource.RUSAGE_CHILDREN)

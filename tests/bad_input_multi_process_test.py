@@ -1,4 +1,4 @@
-"""Bad input gets a clear error within 10 s, and never a hang: which class, and what its message names."""
+"""Bad input raises a clear error within 10 s and never hangs: tests the class of the error and its message."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.models import network
 from tests.helpers.processes import BACKENDS, TIMEOUT, each_backend, run, strategy
 from tests.helpers.scripts import local_addresses, started, tf_config
 
-# From the moment at which the script has imported everything: imports take long on a busy machine.
+# Measured after all imports, because imports take long on a busy machine.
 PROMISED = 10.0
 
 PRELUDE = """
@@ -42,7 +42,7 @@ MULTI_WORKER = "attempt(kdist.MultiWorkerMirroredStrategy)\n"
 
 
 def said(script):
-    """What `attempt` printed: the seconds it took, the names of the error's classes, and its message."""
+    """Returns the output of `attempt`: its duration in seconds, the classes of the error, and its message."""
     script.wait(TIMEOUT)
     match = re.search(r"SECONDS ([\d.]+)\nCLASSES (.*)\nMESSAGE ((?:.|\n)*)", script.stdout())
     assert match, script.stdout() + script.stderr()
@@ -69,7 +69,7 @@ def test_unknown_backend(call, tmp_path):
         expect(script, "BackendError", "KERAS_BACKEND='theano'", "jax, tensorflow, torch", within=2)
 
 
-# In a process that is not forked: what hides a package must come before its import.
+# Needs a process that is not forked, because the code must hide the package before its import.
 HIDE = """
 import importlib.abc, importlib.machinery
 class Hidden(importlib.abc.MetaPathFinder):
@@ -147,7 +147,7 @@ def test_malformed_tf_config_reaches_the_strategy(backend, tmp_path):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.in_turn(3)
 def test_port_in_use(backend, tmp_path):
-    # Two workers, so that nobody can say that the second is missing.
+    # Starts both workers, so that the error cannot be about a missing worker.
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         taken = server.getsockname()[1]
@@ -160,7 +160,7 @@ def test_port_in_use(backend, tmp_path):
         expect(chief, "ClusterConfigError", str(taken))
 
 
-@pytest.mark.parametrize("backend", ["jax", "torch"])  # TensorFlow's workers meet as JAX's do
+@pytest.mark.parametrize("backend", ["jax", "torch"])  # TensorFlow has the same rendezvous as JAX
 @pytest.mark.in_turn(4)
 def test_workers_with_different_secrets(backend, tmp_path):
     addresses = local_addresses(2)
@@ -197,7 +197,7 @@ def test_a_worker_that_never_comes(backend, missing, tmp_path):
         assert f"waiting for worker {1 - missing}" not in script.stderr()
 
 
-# What the workers must agree on ------------------------------------------------------------------------------
+# Values that must be equal on all workers ---------------------------------------------------------------------
 
 
 def dataset(rows, batch=4):
@@ -207,7 +207,7 @@ def dataset(rows, batch=4):
 
 
 def mismatch(case):
-    """What worker 0 and worker 1 do differently. `me` is the number of this worker."""
+    """Runs a case in which worker 0 and worker 1 differ; returns the error and its time in seconds."""
     me = strategy().runtime.worker_index
     starts = [time.monotonic()]
     try:
@@ -247,7 +247,7 @@ def differ(case, me, starts):
         "predict_on_batch": lambda: model.predict_on_batch(make_data(rows=6 + me)[0]),
     }
     dataset(4)  # imports TensorFlow
-    starts.append(time.monotonic())  # a busy machine takes some seconds to come here
+    starts.append(time.monotonic())  # a busy machine needs some seconds to get here
     actions[case]()
 
 
@@ -286,7 +286,7 @@ def test_workers_that_differ(backend, case):
 
 
 def columns_of_the_data():
-    """Both have the same model, and one gives it other data than the other: neither may hang."""
+    """Trains the same model on both workers with data of different shapes: neither worker may hang."""
     me = strategy().runtime.worker_index
     with strategy().scope():
         model = __import__("keras").Sequential([__import__("keras").layers.Dense(1)])
@@ -329,7 +329,7 @@ def wrong_calls():
     for action in (
         lambda: model.fit(*make_data(rows=0), verbose=0),
         lambda: model.fit(make_data(12)[0], make_data(rows=5)[1], verbose=0),
-        lambda: network(4, 1).fit(make_data(12)[0], make_data(rows=5)[1], verbose=0),  # plain Keras's
+        lambda: network(4, 1).fit(make_data(12)[0], make_data(rows=5)[1], verbose=0),  # plain Keras
         lambda: model.train_on_batch(*make_data(12), **both_weights),
         lambda: uncompiled.fit(*make_data(12), verbose=0),
         lambda: model.fit(*make_data(12), batch_size=-1, verbose=0),

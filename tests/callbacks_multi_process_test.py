@@ -1,4 +1,4 @@
-"""Keras's callbacks that write, under a strategy: what they write in plain Keras, once, and nobody waits for ever."""
+"""Keras's callbacks under a strategy write the same files as in plain Keras, only once, and no worker hangs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.helpers.models import state_of, weights_of
 from tests.helpers.processes import each_backend, full_unless, rank, run, run_plain, scope, strategy
 from tests.saving_multi_process_test import Written, make_model
 
-# Everything named in_worker_… runs in the workers of a pool, and returns what the tests compare.
+# Functions named in_worker_… run in the workers of a pool, and return values that the tests compare.
 
 
 def in_worker_callbacks(folder, scoped, with_tensorboard):
-    """Two fits with all of Keras's callbacks that write; returns the history and the files each worker wrote."""
+    """Fits twice with all of Keras's callbacks that write; returns the results and the files of each worker."""
     import contextlib
     import io
 
@@ -69,7 +69,7 @@ def in_worker_callbacks(folder, scoped, with_tensorboard):
 @pytest.mark.kills(files_of_callbacks_written_by_all="[torch]")
 @each_backend
 def test_callbacks_write_what_they_write_in_plain_keras(backend, tmp_path):
-    with_tensorboard = backend == "tensorflow"  # needs its package
+    with_tensorboard = backend == "tensorflow"  # Keras's TensorBoard callback needs TensorFlow
     folders = [tmp_path / name for name in ("plain", "scoped")]
     for folder in folders:
         folder.mkdir()
@@ -95,7 +95,7 @@ def test_callbacks_write_what_they_write_in_plain_keras(backend, tmp_path):
 
 
 def in_worker_backup(folder, scoped, save_freq, own_folders=False):
-    """A fit that is interrupted, one that goes on, and one with nothing left to do."""
+    """Fits three times: the first fit is interrupted, the second resumes, and the third has no epochs left."""
 
     import keras
 
@@ -146,7 +146,7 @@ def test_backup_and_restore_goes_on_as_in_plain_keras(backend, num_workers, save
 
 
 def in_worker_one_sided(folder):
-    """Callbacks that only one worker has, or that fail on one, hang nobody."""
+    """Fits with callbacks that only one worker has or that fail on one worker: no worker may hang."""
 
     import keras
 
@@ -175,7 +175,7 @@ def in_worker_one_sided(folder):
             )  # needs all workers
 
         def on_train_batch_end(self, batch, logs=None):
-            if batch == 1:  # by its own name, where JAX has the state elsewhere
+            if batch == 1:  # uses `model` from the closure; on JAX, its state is elsewhere during `fit`
                 model.save_weights(f"{folder}/closure.weights.h5")
                 shown = weights_of(self.model)
                 other = make_model()
@@ -193,7 +193,7 @@ def in_worker_one_sided(folder):
         with pytest.raises(type(failure) if rank() == 1 else errors.WorkerFailedError) as caught:
             fit(keras.callbacks.LambdaCallback(on_epoch_end=fail))
     if rank() == 0:
-        model.load_weights(f"{folder}/0-1-3.keras")  # on the chief alone
+        model.load_weights(f"{folder}/0-1-3.keras")  # only on the chief
         loaded = state_of(model)
     model.evaluate(x, y, batch_size=6, verbose=0)
     assert rank() != 0 or all((a == b).all() for a, b in zip(loaded, state_of(model), strict=True))

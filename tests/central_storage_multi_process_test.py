@@ -1,4 +1,4 @@
-"""`CentralStorageStrategy`: one device holds the variables, others compute. Its numbers are in the contract's table."""
+"""`CentralStorageStrategy` stores variables on one device; other devices compute. The contract tests its numbers."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ _TRAINS = """
         "steps": int(model.optimizer.iterations),
     }))
 """
-# The kernel and Adam's two moments of it are on the parameter device; the compute devices have copies of the kernel.
-# TensorFlow's copies remember the value that they come from. On PyTorch each logical device is "cpu".
+# The kernel and its two moments in Adam are on the parameter device; the compute devices have copies of the kernel.
+# TensorFlow's copies also keep the value that they were copied from. On PyTorch, each logical device is "cpu".
 _HELD = {
     "jax": {"cpu:0": 3, "cpu:1": 1, "cpu:2": 1},
     "tensorflow": {"cpu:0": 3, "cpu:1": 2, "cpu:2": 2},
@@ -88,7 +88,7 @@ def test_variables_are_on_the_parameter_device_and_an_optimizers_nowhere_else(ba
     found = script.told()
     assert found["devices"] == [["cpu:1", "cpu:2"], ["cpu:0"]]
     assert found["held"] == _HELD[backend]
-    assert found["difference"] < 1e-6  # the step saw the weights that it had made
+    assert found["difference"] < 1e-6  # after the update, the step used the new weights
     assert found["steps"] == 2 * 3 + 2
 
 

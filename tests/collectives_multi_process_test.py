@@ -1,4 +1,4 @@
-"""What workers exchange outside of `run`; whether their variables are equal; `KDIST_DEBUG`."""
+"""Collectives of workers outside of `run`, checks that variables are in sync, and `KDIST_DEBUG`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def in_worker_exchange():
     import kdist
 
     index = strategy().runtime.worker_index
-    kdist.MultiWorkerMirroredStrategy()  # and forgotten: the process has joined the others all the same
+    kdist.MultiWorkerMirroredStrategy()  # not kept: the process remains in the cluster
     gc.collect()
     objects = kdist.all_gather_object({"loss": 0.5 + index, "tags": ["a", None, (1, True)]})
     arrays = kdist.all_gather_object(keras.ops.ones((index + 1, 2)))

@@ -1,4 +1,4 @@
-"""Gradients in 16 bits between workers: how many bytes travel, and what the weights are."""
+"""Compression of gradients to 16 bits between workers: the number of bytes sent, and the resulting weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kdist.experimental import CommunicationOptions
 from tests.helpers.processes import each_backend, run, start_pool
 
 FEATURES, UNITS, EPOCHS = 16, 64, 4
-NUMBERS = FEATURES * UNITS + UNITS + 2 * FEATURES  # of the model's weights
+NUMBERS = FEATURES * UNITS + UNITS + 2 * FEATURES  # elements in the model's weights
 EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 DTYPES = pytest.mark.parametrize("compression", ["float16", "bfloat16"])
 
@@ -30,7 +30,7 @@ def _strategy(compression: str | None, implementation: str = "AUTO") -> Any:
 
 @contextlib.contextmanager
 def _sent() -> Iterator[list[tuple[str, int]]]:
-    """Notes the dtype and size of all floating-point tensors that workers sum, where kdist sends them."""
+    """Records the dtype and size of all floating-point tensors that kdist sends to be summed over workers."""
     import keras
 
     from kdist.communication.shared_memory import SharedMemory
@@ -75,7 +75,7 @@ def _sent() -> Iterator[list[tuple[str, int]]]:
             def run_and_note(self: Any, *data: Any) -> Any:
                 state = (np.int32(0), self._state)
                 if self._runtime.memory is None and not found:
-                    # XLA may choose another dtype than the program, so read what it has compiled.
+                    # XLA may choose a different dtype than the program, so this reads the compiled program.
                     text = self._compiled(True).lower(state, *data).compile().as_text()
                     for dtype, size in re.findall(r"= (\w+)\[(\d*)\]\S* all-(?:reduce|gather)\(", text):
                         name = {"u16": self._runtime.compression, "f32": "float32"}.get(dtype, dtype)
@@ -86,7 +86,7 @@ def _sent() -> Iterator[list[tuple[str, int]]]:
         if backend == "tensorflow":
             from tensorflow.python.ops import collective_ops
 
-            # While TensorFlow traces: once for all steps.
+            # Runs during TensorFlow's trace: once for all steps.
             for name in ("all_reduce_v2", "all_gather_v2"):
                 patch(collective_ops, name, lambda t, *_, **__: note(t.dtype, t.shape.num_elements()))
         yield found
@@ -110,7 +110,7 @@ def _model() -> Any:
 
 
 def trained(compression: str | None, implementation: str) -> Any:
-    """Returns what was sent, the losses, the moving statistics, and the weights before and after."""
+    """Returns the sent tensors, the losses, the moving statistics, and the weights before and after."""
     with _strategy(compression, implementation).scope():
         model = _model()
     before = model.layers[-1].get_weights()[0]
@@ -126,7 +126,7 @@ def _check(steps: int, compression: str, plain: Any, compressed: Any) -> None:
         assert {dtype for dtype, _ in sent} == {"float32"}
         padding = sum(size for dtype, size in less if dtype == compression) - steps * NUMBERS
         assert 0 <= padding < len(plain)
-        # Losses, and statistics with their gradients.
+        # Losses and statistics, with the gradients of the statistics, are not compressed.
         assert {dtype for dtype, _ in less} == {compression, "float32"}
         rest = sum(size for dtype, size in less if dtype == "float32")
         assert sum(size for _, size in sent) == rest + steps * NUMBERS and rest < steps * NUMBERS / 4
@@ -164,9 +164,9 @@ def test_gradients_travel_in_16_bits_through_sockets(backend: str, compression: 
 
 
 def large() -> Any:
-    """Returns a weight after a step with large gradients: in `fit`, and in a custom loop with equal and other shapes.
+    """Returns a weight after a step with large gradients: in `fit`, and in custom loops with equal and unequal shapes.
 
-    In the loop, also the second element, whose gradient has no exact number in 16 bits, and a sum of the user.
+    The loops also return a second element, whose gradient is not exact in 16 bits, and a sum from user code.
     """
     import keras
 
@@ -175,7 +175,7 @@ def large() -> Any:
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
         model.compile(keras.optimizers.SGD(1.0), "mse")
     model.set_weights([np.zeros((1, 1), "float32")])
-    # The means of the workers' gradients are 120000 and 8000: the first is above the largest float16.
+    # The means of the workers' gradients are 120000 and 8000: the first is larger than the largest float16.
     y = np.array([[-60000.0]] * 2 + [[-4000.0]] * 2, "float32")
     model.fit(np.ones((4, 1), "float32"), y, batch_size=4, shuffle=False, verbose=0)
     results = []
@@ -238,7 +238,7 @@ def test_loss_scaling_notices_an_overflow(backend: str) -> None:
 
 
 def looked_up(compression: str | None) -> Any:
-    """Returns what was sent for the gradient of an embedding, and its weights."""
+    """Returns the dtypes of the tensors sent for the gradient of an embedding, and its weights."""
     import keras
 
     with _strategy(compression).scope():
@@ -257,14 +257,14 @@ def looked_up(compression: str | None) -> Any:
 def test_gradients_of_embeddings_travel_in_16_bits(backend: str, compression: str) -> None:
     (_, plain), _ = run(backend, 2, looked_up, None)
     (dtypes, first), (_, second) = run(backend, 2, looked_up, compression)
-    # TensorFlow gathers rows, whose number is unknown while it traces, as the bits of float16.
+    # TensorFlow gathers rows with the bits of both types as float16. The number of rows is unknown during the trace.
     assert dtypes == {"float16" if backend == "tensorflow" else compression}
     np.testing.assert_array_equal(first, second)
     assert 1e-6 < np.abs(first - plain).max() < EPSILON[compression] * 2
 
 
 def sharded(compression: str | None) -> Any:
-    """Returns what was sent for sharded variables, warnings, and the weights."""
+    """Returns the dtypes of the tensors sent for sharded variables, the warnings, and the weights."""
     from kdist.communication import options as communication
 
     communication._ignored.clear()
@@ -304,7 +304,7 @@ def test_gradients_of_sharded_variables(backend: str) -> None:
 
 
 def divided_by_xla() -> Any:
-    """Returns the warnings of steps that XLA divides, or that are not compiled."""
+    """Returns the warnings from steps that XLA divides or that are not compiled."""
     import keras
 
     from kdist.communication import options as communication

@@ -1,4 +1,4 @@
-"""Options, selection and reports of the whole test suite."""
+"""Options, test selection and reports of the whole test suite."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.own_process import pytest_runtest_teardown as pytest_runtest_
 
 pytest_plugins = ("tests.mutants.kills",)
 
-# The longest tests come first, so that at the end no process of pytest-xdist is left with a long test.
+# The longest tests run first, so that no process of pytest-xdist starts a long test at the end.
 FIRST = (
     "tests/faults_multi_process_test.py",
     "two_hosts_multi_process_test.py",
@@ -27,7 +27,7 @@ FIRST = (
     "contract_multi_process_test.py",
 )
 
-# What a shell has set must not reach the workers.
+# The workers must not inherit these variables from the shell.
 for name in [*os.environ]:
     if name.startswith(DESCRIBING):
         del os.environ[name]
@@ -35,7 +35,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ["KDIST_PORT_RANGE"] = own_ports()
 keep_bytecode()
 
-# A shell lets what it starts in the background ignore Ctrl-C, and all processes started from there inherit it.
+# Background commands of a shell ignore Ctrl-C, and all their child processes inherit this.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -80,15 +80,15 @@ def pytest_configure(config: pytest.Config) -> None:
     zygote.lender = getattr(config, "workerinput", {}).get("lender", "")
     processes.forks = not config.getoption("--no-forks")
     if config.option.markexpr != "gpu" and Path("/dev/nvidia0").exists():
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CUDA does not start in a process that was forked
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CUDA does not start in a forked process
     if processes.forks:
-        # Workers compile the same programs again and again; what JAX finds here depends on the program alone.
+        # Workers compile the same programs again and again. Entries of JAX's cache depend only on the program.
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE / "jax")
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        # Compiling takes longer than what is compiled; with --no-forks, programs are as users have them.
+        # Compiling takes longer than running. With --no-forks, programs are optimized as for users.
         zygote.is_quick = True
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-        # An older XLA, which does not know them, ends the process: XLA_FLAGS= in the shell leaves them out.
+        # Older versions of XLA terminate the process, because they do not support these flags. Set XLA_FLAGS= then.
         os.environ.setdefault(
             "XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
         )
@@ -121,7 +121,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         backend = _backend(item)
         if item.get_closest_marker("xdist_group") is None:
-            # The tests of a module share kept workers, and with several backends those of one.
+            # The tests of a module share workers; in a module with several backends, the tests of each backend do.
             item.add_marker(
                 pytest.mark.xdist_group("-".join([item.path.stem, *([backend] if backend else [])]))
             )
@@ -151,7 +151,7 @@ def _backend(item: pytest.Item) -> str:
 
 
 def _rank(item: pytest.Item) -> tuple[int, str]:
-    """Tests of one backend follow each other: kept workers are then started once, not once per module."""
+    """Returns the sort key: tests of one backend are consecutive, so workers start once, not once per module."""
     path = item.path.as_posix()
     return next((i for i, part in enumerate(FIRST) if part in path), len(FIRST)), _backend(item)
 

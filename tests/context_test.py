@@ -1,6 +1,6 @@
-"""Scope rules, as `tf.distribute` documents them. Expectations are written down by hand.
+"""The rules of scopes that `tf.distribute` documents, with expected values written by hand.
 
-`DefaultStrategy` and strategies without a runtime need no backend; models do, in worker processes.
+`DefaultStrategy` and strategies without a runtime do not need a backend, so the tests run in this process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kdist.errors import StrategyScopeError
 
 
 class PlainStrategy(kdist.Strategy):
-    """A strategy whose resources are a note of what was entered and left."""
+    """A strategy whose resources only log when a scope is entered and left."""
 
     def __init__(self, name="one"):
         self.name = name

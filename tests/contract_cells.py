@@ -1,4 +1,4 @@
-"""The cells of the contract's matrix: backend × strategy × case, known without importing Keras."""
+"""The cells of the contract's matrix: backend × strategy × case. Does not import Keras."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Cell:
 
 
 def _kind(name: str) -> tuple[str, bool, bool]:
-    """The strategy of a configuration, whether it has several workers, and whether a worker has several devices.
+    """Returns the strategy of a configuration, and whether it has several workers and several devices per worker.
 
-    Those that divide variables are one kind; with parameter servers it is the coordinator that steps, or each server.
+    Strategies that shard variables are one kind. Each configuration with parameter servers is a separate kind.
     """
     configuration = CONFIGURATIONS[name]
     if configuration.strategy == "ParameterServer":
@@ -40,11 +40,11 @@ def _kind(name: str) -> tuple[str, bool, bool]:
 
 
 def _pairs(case: Case, turn: int) -> Iterator[tuple[str, str]]:
-    """The backends and configurations of a case in `make test`: one or two.
+    """Yields the one or two pairs of backend and configuration in which `make test` runs a case.
 
-    The first holds the variables as mirrors: with several devices, several workers, or both, which take turns, as do
-    the backends, and after a round of them the configurations of a kind. In every second turn another holds them in
-    another way: one kind per turn; two times of three on PyTorch, whose cells are quick.
+    One pair mirrors the variables: on several devices, on several workers, or both. Kinds and backends rotate, and
+    after all combinations, the configurations of a kind. In every second turn, another pair places the variables
+    differently: one kind per turn. Two of three times, it uses PyTorch, because its cells are fast.
     """
     groups = [[*names] for _, names in itertools.groupby(CONFIGURATIONS, _kind)]
     elsewhere = [
@@ -63,7 +63,7 @@ def _pairs(case: Case, turn: int) -> Iterator[tuple[str, str]]:
     kinds, backends = [k for k, b in zip(kinds, backends, strict=True) if b], [b for b in backends if b]
     meets_all = [chosen for chosen in itertools.product(*backends) if {*chosen} == {*case.backends}]
     rounds, place = divmod(turn, len(meets_all))
-    # Without the shift, places and positions would advance together, and some of their pairs never come.
+    # Without the shift, `place` and `position` would advance together, and some pairs would never run.
     shift = 0 if len(meets_all) % len(kinds) else rounds
     position = (turn + shift) % len(kinds)
     names = kinds[position]
@@ -78,7 +78,7 @@ def chosen(turn: int) -> set[tuple[str, str, str]]:
 
 
 def _cells() -> Iterator[Cell]:
-    # One configuration of one backend after the other.
+    # Sorted by backend, then by configuration.
     today = chosen(turn_of_today())
     for backend, configuration, case in itertools.product(BACKENDS, CONFIGURATIONS.values(), CASES.values()):
         if backend in case.backends and configuration.can(case.name, backend):
@@ -90,7 +90,7 @@ CELLS = [*_cells()]
 
 
 def missing_pairs(first: int, turns: int) -> set[tuple[str, object]]:
-    """Cases on a backend, cases under a kind, and strategies on a backend that no turn of several runs."""
+    """Returns pairs that none of several turns runs: case and backend, case and kind, backend and configuration."""
 
     def pairs(cells: Iterable[tuple[str, str, str]]) -> set[tuple[str, object]]:
         found: set[tuple[str, object]] = set()
@@ -103,6 +103,6 @@ def missing_pairs(first: int, turns: int) -> set[tuple[str, object]]:
 
 
 def missing_cells(first: int, turns: int) -> set[tuple[str, str, str]]:
-    """Cells that no turn of several runs."""
+    """Returns the cells that none of several turns runs."""
     every = {(cell.backend, cell.configuration, cell.case) for cell in CELLS}
     return every - set().union(*(chosen(first + turn) for turn in range(turns)))

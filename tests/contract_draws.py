@@ -1,4 +1,4 @@
-"""Random training programs. The contract promises the numbers of one device for all of them."""
+"""Random training programs, for which the contract promises the same numbers as on one device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Dtype = Literal["float32", "float64", "mixed_bfloat16"]
 _CLASSES = 3
 _WORDS = 9
 _LENGTH = 6
-# Relative to the largest number of an array. bfloat16 keeps 8 bits.
+# Relative to the largest number of an array. bfloat16 has 8 significant bits.
 TOLERANCE = {"float32": 2e-4, "float64": 1e-9, "mixed_bfloat16": 0.06}
 
 

@@ -1,7 +1,7 @@
 """The contract for random training programs.
 
-A failure prints the program: add it to `_KEPT`. `TESTS_TURN` repeats the draws of a turn, and `Phase.shrink` in the
-settings makes a program smaller, which takes minutes.
+A failure prints the program: add it to `_KEPT`. Set `TESTS_TURN` to repeat the programs of a turn. To find a smaller
+program that fails, add `Phase.shrink` to the settings, which takes minutes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _KEPT: dict[tuple[str, str], tuple[Draw, ...]] = {}
 
 
 def _can(draw: Draw, backend: str, configuration: str) -> bool:
-    """Returns whether a program is supported: no server has all accumulated gradients for their norm."""
+    """Returns whether a program is supported: servers cannot compute the norm of accumulated gradients."""
     is_divided = backend != "tensorflow" and configuration == "servers-in-turn"
     return not (is_divided and draw.clipping in ("clipnorm", "global_clipnorm") and draw.accumulation > 1)
 
 
 def _draws(backend: str) -> st.SearchStrategy[Draw]:
-    # Keras multiplies matrices in float32 on PyTorch, and by default on JAX.
+    # Keras multiplies matrices in float32 on PyTorch and, by default, on JAX.
     dtypes = ["float32", "mixed_bfloat16"] + ["float64"] * (backend == "tensorflow")
     return st.builds(
         Draw,
@@ -53,7 +53,7 @@ def _draws(backend: str) -> st.SearchStrategy[Draw]:
 
 
 def _with_class_weights(draw: Draw) -> st.SearchStrategy[Draw]:
-    # Keras takes weights per class only for labels that are classes.
+    # Keras accepts weights per class only for labels that are classes.
     if "categorical" not in draw.loss or draw.weights != "none":
         return st.just(draw)
     return st.sampled_from([draw, Draw(**{**vars(draw), "weights": "per class"})])

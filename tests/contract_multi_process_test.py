@@ -1,8 +1,8 @@
-"""The global-batch contract: after `fit`, every number equals the one that a single device gives.
+"""The global-batch contract: after `fit`, every number equals the number from a single device.
 
-Backend × strategy × case. Each cell trains the same small model twice: with plain Keras on one device, in a process in
-which nothing of kdist touches Keras, and under the strategy, in worker processes that are kept for the next cell. The
-result is printed as a matrix at the end, and the table of docs/contract.md is made from it.
+Each cell is a backend, a strategy and a case. It trains the same small model with plain Keras on one device, and under
+the strategy. Plain Keras runs in a process without kdist's changes to Keras. The next cell uses the same workers.
+The tests print a matrix of the results at the end, from which the table of docs/contract.md is generated.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.helpers.environment import CACHE, ROOT
 from tests.helpers.foreign_backward import foreign_backward
 from tests.helpers.processes import full_unless
 
-# The packages that decide the results of plain Keras.
+# The packages that determine the results of plain Keras.
 _DECIDING = (
     "keras",
     "keras-nightly",
@@ -55,7 +55,7 @@ def pools() -> Iterator[Pools]:
 
 @pytest.fixture(scope="session")
 def oracle_folder() -> Path:
-    """Results of one device. They depend on the code of the cases, the versions, and the options of the compilers."""
+    """The directory of results from one device, which depend on the cases, versions and compiler options."""
     content = hashlib.sha256()
     for path in sorted((ROOT / "tests" / "contract").glob("*.py")):
         content.update(path.read_bytes())
@@ -69,7 +69,7 @@ def oracle_folder() -> Path:
 
 def _under_strategy(name: str, configuration: str, is_foreign: bool = False) -> Any:
     with warnings.catch_warnings(), foreign_backward() if is_foreign else contextlib.nullcontext():
-        # What the contract holds for must not be warned of.
+        # The contract holds here, so kdist must not warn about different results.
         warnings.filterwarnings("error", message=".* gives different results with")
         strategy = make_strategy(configuration)
         if strategy is None:
@@ -89,13 +89,13 @@ def _oracle(pools: Pools, backend: str, case: str, folder: Path) -> Any:
 
 
 def _keras_version() -> tuple[int, ...]:
-    """The first two numbers of the installed Keras, which may be the nightly one."""
+    """Returns the first two numbers of the version of the installed Keras, which may be a nightly version."""
     names = {"keras", "keras-nightly"}
     (found, *_) = [d.version for d in importlib.metadata.distributions() if d.metadata["Name"] in names]
     return tuple(map(int, found.split(".")[:2]))
 
 
-# What does not hold yet: strict, so that it shows when it does.
+# Known failures of the contract: strict, so that the test fails when they pass.
 _NOT_YET = pytest.mark.xfail(
     reason="Keras 3.16 on TensorFlow: the reported losses of single outputs are off where batches are uneven",
     strict=True,
@@ -160,7 +160,7 @@ def test_numbers_are_those_of_one_device(
     _check(cell, pools, oracle_folder, pytestconfig.getoption("--foreign-backward"))
 
 
-# What the backward pass computes again, in every kind of strategy. `--foreign-backward` runs all cells in this way.
+# Cells whose backward pass recomputes values, in each kind of strategy. `--foreign-backward` runs all cells this way.
 _RECOMPUTED = [
     cell
     for cell in CELLS

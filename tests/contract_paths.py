@@ -1,7 +1,7 @@
-"""The path of a contract case.
+"""Checks how kdist runs the steps of a contract case.
 
-On PyTorch, kdist replays the steps, or runs Keras's Python code in each step. On JAX, the sums of a step travel in
-few collectives, or XLA divides the program.
+On PyTorch, kdist replays recorded steps, or runs Keras's Python code in each step. On JAX, kdist fuses the sums of a
+step into few collectives, or XLA divides the program.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-# The cases in which no step is replayed, and a part of the reason in the log, which is empty for few batches.
+# Cases without replayed steps, with a part of the logged reason. It is empty if there are too few batches to replay.
 EAGER = {
     "add_loss": "is custom code",
     "classification_metrics": "depends on the numbers in a tensor",
@@ -39,7 +39,7 @@ EAGER = {
     "terminate_on_nan": "",
     "transformer": "is custom code",
 }
-# The cases on JAX whose steps XLA divides, and a part of the reason in the log, which is empty for other batches.
+# Cases on JAX whose steps XLA divides, with a part of the logged reason. It is empty if the batch is the reason.
 DIVIDED_BY_XLA = {"on_batch": "", "run_eagerly": "", "uneven_batches": ""}
 
 
@@ -48,8 +48,8 @@ class Path:
     """How the steps of a case ran.
 
     Args:
-        replays: The number of steps that were replayed, or of programs with fused sums.
-        reasons: The reasons in the log why there were none.
+        replays: The number of replayed steps, or of programs with fused sums.
+        reasons: The logged reasons for steps that were not replayed or fused.
     """
 
     replays: int = 0
@@ -58,7 +58,7 @@ class Path:
 
 @contextlib.contextmanager
 def path_of_steps() -> Iterator[Path]:
-    """Watches the steps of models. On TensorFlow, sees nothing."""
+    """Records how the steps of models run. On TensorFlow, it records nothing."""
     import keras
 
     path = Path()

@@ -10,31 +10,31 @@ from kdist.testing import WorkerPool
 from tests.contract import CONFIGURATIONS, make_strategy
 from tests.helpers.processes import start_pool
 
-# A first step may have to compile on a busy machine. A hang ends here, and the error shows the stacks of all workers.
+# Long enough to compile the first step on a busy machine. After a hang, the error contains the stacks of all workers.
 TIMEOUT = 120
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class Pools:
-    """The worker processes of one backend and configuration, kept until another one is asked for."""
+    """The worker processes of one backend and configuration, kept until a test needs a different pair."""
 
     def __init__(self) -> None:
         self._key: tuple[str, str] | None = None
         self._pools: list[WorkerPool] = []
 
     def get(self, backend: str, configuration: str) -> WorkerPool:
-        """The workers."""
+        """Returns the workers, and starts them if necessary."""
         if self._key != (backend, configuration):
             self.close()
             self._key = (backend, configuration)
             self._pools.append(start_pool(CONFIGURATIONS[configuration].num_workers, backend, TIMEOUT))
-            # Before anything is computed, as in a user's script.
+            # Creates the strategy before any computation, as a user's script does.
             self._pools[0].run(_prepare, configuration)
         return self._pools[0]
 
     def plain(self) -> WorkerPool:
-        """A process for the numbers of one device; most of them are in a file already."""
+        """Returns a process that computes results on one device. Most of these results are already cached in files."""
         if len(self._pools) < 2:
             assert self._key is not None
             self._pools.append(start_pool(1, self._key[0], TIMEOUT, plain=True))
@@ -51,7 +51,7 @@ def _prepare(configuration: str) -> None:
 
 
 def without_kdist(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Calls a function in a process without kdist's parts that change Keras, and checks this afterwards."""
+    """Calls a function, and checks that the process has not imported the modules of kdist that change Keras."""
     result = function(*args, **kwargs)
     touching = ("kdist.keras_hooks", "kdist.strategies", "kdist.training")
     found = [module for module in sys.modules if module.startswith(touching)]

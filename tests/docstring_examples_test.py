@@ -1,4 +1,4 @@
-"""The examples in kdist's docstrings run, all of them, and where they are few there is no module without."""
+"""All doctest examples in kdist's docstrings run, and almost every module of `kdist.cluster` has examples."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import kdist.testing
 from tests.helpers.environment import ROOT
 from tests.helpers.processes import run
 
-# How many lines of examples each module has, as its text says.
+# The number of example lines in the source of each module.
 EXAMPLES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): number
     for path in sorted((ROOT / "kdist").rglob("*.py"))
     if (number := sum(line.lstrip().startswith(">>> ") for line in path.read_text("utf-8").splitlines()))
 }
-# What imports Keras, which this process must not.
+# Modules that import Keras. This process must not import Keras.
 NEED_KERAS = ("kdist.data.numpy_dataset", "kdist.strategies.visualization")
 MODULES = [
     f"{package.__name__}.{module.name}"
@@ -49,9 +49,9 @@ def test_examples_that_need_keras():
 
 
 def test_the_package_explains_itself_with_examples():
-    # What reads variables and addresses is shown by examples; the strategies are shown in the pages.
+    # Docstrings show examples for helpers, such as parsers of addresses; the pages show examples for strategies.
     assert len(EXAMPLES) >= 30 and sum(EXAMPLES.values()) >= 130
-    # A class each, protocols, connections, and the interfaces of the machine.
+    # Modules that contain only errors, protocols, connections or the network interfaces of the machine.
     silent = {"errors", "sources", "handshake", "interfaces"}
     in_cluster = {name.rpartition(".")[2] for name in MODULES if name.startswith("kdist.cluster.")}
     assert in_cluster - silent == {

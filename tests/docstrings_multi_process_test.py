@@ -1,7 +1,7 @@
-"""The examples in kdist's docstrings run as they stand there: `>>>` lines and blocks of Python.
+"""The examples in kdist's docstrings run unchanged: `>>>` lines and blocks of Python.
 
-Each on one backend, the next one for the next example. `tests/docstring_examples_test.py` runs the `>>>`
-lines of the packages that need no framework.
+Each example runs on one backend, and the backends rotate. `tests/docstring_examples_test.py` runs the `>>>`
+lines of the packages that do not need a framework.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import pytest
 from tests.helpers.environment import ROOT
 from tests.helpers.processes import BACKENDS, run, strategy
 
-ELSEWHERE = ("cluster", "launch", "testing")  # whose `>>>` lines need no worker
+ELSEWHERE = ("cluster", "launch", "testing")  # their `>>>` lines do not need a worker
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
-# Blocks that cannot run here, and why; lines with `>>>` run anywhere.
+# Blocks that cannot run here, with the reason. Lines with `>>>` always run.
 NOT_RUN = {
     "kdist.cluster.gce.GCEClusterResolver": "asks Google",
     "kdist.cluster.kubernetes.KubernetesClusterResolver": "asks Kubernetes",
@@ -41,7 +41,7 @@ def make_model():
 test_input_fn = lambda: [(x[i : i + 10], y[i : i + 10]) for i in range(0, 300, 10)]
 """
 
-# What an example takes for granted, beyond `SETUP`.
+# Code that an example needs in addition to `SETUP`.
 GIVEN = {
     "kdist.checkpoint.manager.CheckpointManager": "batches = range(250)\ntrain_step = lambda batch: None",
     "kdist.coordinator.evaluator.SidecarEvaluator": """
@@ -75,7 +75,7 @@ train_step = seen.append
 """,
 }
 
-# What holds afterwards.
+# An expression that must be true after each example.
 HOLDS = {
     "kdist.checkpoint.checkpoint.Checkpoint": "checkpoint.epoch == 10 and kdist.latest_checkpoint('checkpoints')",
     "kdist.checkpoint.manager.CheckpointManager": "checkpoint.step == 250 and len(manager.checkpoints) == 3",
@@ -148,7 +148,7 @@ pair = next(iter(strategy.experimental_distribute_dataset(pairs)))
 
 @dataclass(frozen=True)
 class Example:
-    """What one docstring shows; `block` for Python without `>>>`."""
+    """An example in a docstring; `block` is true for Python without `>>>`."""
 
     name: str
     source: str
@@ -156,7 +156,7 @@ class Example:
 
 
 def docstrings(path):
-    """Yields the dotted name and the docstring of everything in a module."""
+    """Yields the dotted name and the docstring of a module and of its classes and functions."""
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     todo = [(module, ast.parse(path.read_text(encoding="utf-8")))]
     while todo:
@@ -186,10 +186,10 @@ EXAMPLES = [
 def cells():
     found = []
     for index, example in enumerate(EXAMPLES):
-        # TensorFlow's own names need it, and to import it beside another framework takes seconds.
+        # Examples with `tf.` need TensorFlow, and importing it in addition to another framework takes seconds.
         backend = "tensorflow" if "tf." in example.source else BACKENDS[index % 3]
         if "distribution" in example.source or "Parallel" in example.source or "Sharded" in example.source:
-            backend = "jax"  # which divides over the devices of one process
+            backend = "jax"  # JAX shards variables over the devices of one process
         found.append((backend, 2 if "MultiWorker" in example.source else 1, example))
     return sorted(found, key=lambda cell: (BACKENDS.index(cell[0]), cell[1]))
 
@@ -217,7 +217,7 @@ def test_example(backend: str, num_workers: int, example: Example, tmp_path: Pat
 
 
 def run_lines(name, text):
-    """Runs `>>>` lines in a worker; returns how many were wrong, how many there are, and what was wrong."""
+    """Runs `>>>` lines in a worker; returns the number of failed lines and of all lines, and the failures."""
     import doctest
 
     said = []
@@ -227,7 +227,7 @@ def run_lines(name, text):
 
 
 def run_block(given, source, holds, folder):
-    """Runs a block in a worker, in a folder of its own; says whether what is to hold does."""
+    """Runs a block in a worker, in a separate directory; returns whether the expression `holds` is true."""
     import ast
     import os
     import signal
@@ -253,7 +253,7 @@ def run_block(given, source, holds, folder):
     }
 
     def near_plain(model):
-        """Whether the block trains the same model without a strategy."""
+        """Returns whether the block trains the same model without a strategy."""
         plain = names | {"strategy": strategy()}
         exec(textwrap.dedent(given), plain)
         plain["kdist"] = NoKdist()
@@ -263,13 +263,13 @@ def run_block(given, source, holds, folder):
         return all(names["near"](found, expected) for found, expected in weights)
 
     before = os.getcwd()
-    handler = signal.getsignal(signal.SIGTERM)  # the example of preemption sets another
+    handler = signal.getsignal(signal.SIGTERM)  # the example for preemption sets another handler
     os.chdir(folder)
     try:
         names["near_plain"] = near_plain
         exec(textwrap.dedent(given), names)
         body = ast.parse(source)
-        if isinstance(body.body[-1], ast.Expr):  # its value is to be seen
+        if isinstance(body.body[-1], ast.Expr):  # saves its value, which `holds` can use
             body.body[-1] = ast.Assign([ast.Name("value", ast.Store())], body.body[-1].value)
         exec(compile(ast.fix_missing_locations(body), "<example>", "exec"), names)
         return bool(eval(f"({holds.strip()})", names))

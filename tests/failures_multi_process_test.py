@@ -1,4 +1,4 @@
-"""A worker that is killed in the middle of `fit`: how long the others take to end, and what they say."""
+"""A worker is killed in the middle of `fit`: the other workers end soon, and their errors name the lost worker."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.helpers.alive import identity_of, left_of
 from tests.helpers.processes import BACKENDS, full_unless
 from tests.helpers.scripts import RUN, TRAINS, Script, environments_of, local_addresses, started
 
-# What the issue promises: with the launcher, and without.
+# The promised seconds until a job ends, with the launcher and without it.
 LAUNCHED, ALONE = 1.0, 15.0
-# Of a machine that is busy with other tests; the figures are printed.
+# Additional seconds for a machine that is busy with other tests. The tests print the measured times.
 SLACK = 5.0
 
 
@@ -28,7 +28,7 @@ def report(capsys, text):
 @pytest.mark.parametrize(
     ("backend", "victim"),
     [
-        # The launcher is one for all backends, and its workers are not forked.
+        # All backends use the same launcher, and its workers are not forked.
         pytest.param(backend, victim, marks=full_unless(victim == (backend == "jax")))
         for backend, victim in itertools.product(BACKENDS, (0, 1))
     ],
@@ -74,7 +74,7 @@ def test_without_the_launcher_the_survivor_names_the_lost_worker(backend, victim
             capsys, f"{backend}: survivor ended {seconds:.1f} s after SIGKILL of worker {victim}, code {code}"
         )
         assert code != 0 and "FINISHED" not in survivor.stdout()
-        # As an error in user code, or printed by kdist where the engine ends the process from C++.
+        # Raised in user code, or printed by kdist if the framework terminates the process from C++.
         expected = f"The job lost worker {victim} ({addresses[victim]})"
         assert expected in survivor.stderr(), survivor.stderr()
         assert seconds < ALONE + SLACK

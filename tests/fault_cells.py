@@ -1,4 +1,4 @@
-"""The cells of the fault matrix: a job of some workers, a fault of one of them, and what must hold afterwards."""
+"""The cells of the fault matrix: each starts a job, injects a fault into one worker, and checks the result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.scripts import Script, local_addresses, tf_config
 from tests.turn import turn
 
 HEARTBEAT = 6.0
-# Other cells run at the same time, and a worker that fails needs a moment to print its traceback.
+# Other cells run at the same time, and a failing worker needs time to print its traceback.
 SLACK = 12.0
 
 SCRIPT = """
@@ -62,19 +62,19 @@ print("WEIGHTS", " ".join(map(str, weights)))
 print("STEPS", counts.steps, "GOES ON" if goes_on else "BEGINS")
 print("FINISHED", flush=True)
 """
-STEPS = 12  # of the whole job, 4 an epoch
+STEPS = 12  # in the whole job: 3 epochs of 4 steps
 KINDS = {"kill": -9, "sigterm": -15, "hang": 70, "exception": 1}
-FROZEN = {"freeze": -9}  # it never ends by itself: the test kills it once the others have ended
-# Where the fault is, and where the others may be by then. Validation of the first epoch, the end of the second.
+FROZEN = {"freeze": -9}  # a frozen worker never ends: the test kills it after the others have ended
+# The place of the fault, and a pattern of places that the other workers may report.
 PLACES = {
     "begin": ("phase=begin", "the beginning of fit|the beginning of epoch 1|step 1 of epoch 1"),
-    # A survivor can be a step behind: on TensorFlow it learns of the loss before its own step has ended.
+    # Another worker can be a step behind: TensorFlow detects the lost worker before the step has ended.
     "step": ("step=6", "step [12] of epoch 2"),
     "validation": ("phase=validation", "validation, after step 4 of epoch 1|step 4 of epoch 1"),
     "epoch-end": ("phase=epoch-end,epoch=2", "the end, after step 4 of epoch 2|step . of epoch [23]"),
 }
-# A save after the second step of the second epoch; what comes after its beginning is done in the background, while
-# training goes on to the next save or to the end. The last two are the chief's.
+# Faults during a save after the second step of the second epoch. After `save-begin`, the save runs in the background,
+# while training continues to the next save or to the end. Only the chief runs the last two parts.
 _LATER = "step . of epoch [23]|the (beginning|end).* of epoch [23]|validation.*|the end of fit"
 SAVES = {
     "save-begin": ("phase=save-begin,step=6", "step [23] of epoch 2"),
@@ -84,14 +84,14 @@ SAVES = {
     "save-publish": ("phase=save-publish,step=6", _LATER),
 }
 PLACES |= SAVES
-# A pipeline, in whose steps the workers agree: they may wait for a message, or for the step.
+# The workers agree before each step of a dataset, so they may wait for a message or for the step.
 PLACES["dataset"] = ("step=6", "step [1-4] of epoch 2")
-# A thread reads ahead, in which no fault can be injected: the dataset itself stops the process.
+# A thread reads batches in advance. kdist cannot inject faults there, so the dataset itself stops the process.
 PLACES["reading"] = ("step=1000", "step [1-4] of epoch 1|the beginning of (fit|epoch 1)")
 IN_BACKGROUND = [*SAVES][1:]
 OF_CHIEF = [*SAVES][3:]
-# Strategies that hold their variables in another way: on which backends, with how many workers, and how a job makes
-# them. They meet a kill and, where there is somebody to notice, a hang.
+# Strategies that do not mirror their variables like the default: their backends, their number of workers, and the code
+# that creates them. The faults are a kill and, if there is another worker to detect it, a hang.
 STRATEGIES = {
     "central": (BACKENDS, 1, 'kdist.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"])'),
     "divided": (("jax", "torch"), 2, "kdist.FullyShardedStrategy(min_size=2)"),
@@ -111,7 +111,7 @@ STRATEGIES = {
         'kdist.KerasDistributionStrategy(keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"]))',
     ),
 }
-# There the first backup, made after the second step, may not be complete yet.
+# At these places, the first backup may be incomplete. It starts after the second step.
 BEFORE_BACKUPS = ("begin", "reading", "validation")
 
 
@@ -124,9 +124,9 @@ class Cell:
     place: str
     victim: int
     num_workers: int
-    restarts: bool  # whether the job is started again after it
+    restarts: bool  # whether the job restarts after the fault
     is_pair: bool  # whether it is part of `make test`
-    strategy: str = ""  # a key of `STRATEGIES`, or nothing for the usual one
+    strategy: str = ""  # a key of `STRATEGIES`, or empty for the default strategy
     workers: list[Script] = field(default_factory=list, repr=False)
     began: float = 0.0
     failed_at: float = 0.0
@@ -141,11 +141,11 @@ class Cell:
 
     @property
     def limit(self) -> float:
-        """Seconds from the fault to the end of the last worker."""
+        """The allowed seconds from the fault to the end of the last worker."""
         return HEARTBEAT + SLACK
 
     def start(self, folder: Path) -> None:
-        """Starts the job; the second time without the fault."""
+        """Starts the job. A restarted job has no fault."""
         fault = "" if self.is_restarted else f"{self.kind}:worker={self.victim},{PLACES[self.place][0]}"
         self.addresses = local_addresses(self.num_workers)
         attempt = "again" if self.is_restarted else "first"
@@ -166,10 +166,10 @@ class Cell:
             if self.place == "reading" and index == self.victim and not self.is_restarted:
                 env["STOPS"] = "1"
             self.workers.append(Script(folder, f"{self}-{attempt}-worker{index}", SCRIPT, env))
-        self.began = time.monotonic()  # the first process of a backend waits for its imports
+        self.began = time.monotonic()  # the first process of a backend waits for imports
 
     def has_ended(self) -> bool:
-        """Whether all have ended, or should have; a frozen worker is killed when all others have."""
+        """Returns whether all workers have ended or the time is over; kills a frozen worker after all others end."""
         now = time.monotonic()
         victim = self.workers[self.victim]
         if not self.failed_at and "kdist: --inject" in victim.stderr():
@@ -186,12 +186,12 @@ class Cell:
         return now > self.began + 90
 
     def check(self) -> None:
-        """Raises unless everything is as promised."""
+        """Raises an error unless all workers ended in time and named the failed worker."""
         victim = self.workers[self.victim]
         for index, worker in enumerate(self.workers):
             assert worker.exit_code is not None, f"worker {index} has not ended"
             assert "FINISHED" not in worker.stdout(), f"worker {index} has finished"
-            with pytest.raises(ProcessLookupError):  # nor has anybody that it has started
+            with pytest.raises(ProcessLookupError):  # its child processes have also ended
                 os.killpg(worker.process.pid, 0)
         assert victim.exit_code == (KINDS | FROZEN)[self.kind], f"exit code {victim.exit_code}"
         others = [worker.ended_at for worker in self.workers if worker is not victim]
@@ -208,8 +208,8 @@ class Cell:
         text = worker.stderr()
         assert worker.exit_code not in (0, None)
         if self.place in IN_BACKGROUND and self.kind in ("exception", "hang") and "CheckpointError" in text:
-            # Nobody is lost: a save has failed, which is told at the next one.
-            # Another worker may be the first to meet that next save, and then passes on what it was told.
+            # No worker is lost: a save has failed, and the next save raises the error.
+            # Another worker may reach the next save first. It then reports the error of the failed worker.
             lost = rf"Worker {self.victim} (could|did) not write its shard"
             told = rf"Worker {self.victim} (could not write a|cannot save the) checkpoint: "
             assert re.search(f"CheckpointError: .*({lost}|{told})", text), "does not say whose save failed"
@@ -223,12 +223,12 @@ class Cell:
         assert "Traceback (most recent call last)" in text or "stack trace of this worker" in text, "no stack"
 
     def restart(self, folder: Path) -> None:
-        """Starts the job again, without the fault."""
+        """Restarts the job, without the fault."""
         self.is_restarted, self.workers, self.failed_at = True, [], 0.0
         self.start(folder)
 
     def check_restart(self, expected: list[float]) -> None:
-        """Raises unless it has gone on, from a backup, as if nothing had happened."""
+        """Raises an error unless the job has resumed from a backup, with the weights of an uninterrupted job."""
         for index, worker in enumerate(self.workers):
             assert worker.exit_code == 0, f"worker {index} has failed after the restart"
             numpy.testing.assert_allclose(weights_of(worker), expected, rtol=1e-5, atol=1e-6)
@@ -237,7 +237,7 @@ class Cell:
             assert (int(steps) < STEPS) == (how == "GOES ON"), f"{steps} steps after the restart"
 
     def report(self) -> str:
-        """What went wrong, and what the workers printed."""
+        """Returns the problem and the output of the workers."""
         said = "\n".join(f"{w.stdout()}\n{w.stderr()[:1500]}\n…\n{w.stderr()[-3000:]}" for w in self.workers)
         return f"{self}: {self.problem}\n{said}"
 
@@ -253,10 +253,10 @@ def weights_of(worker: Script) -> list[float]:
 
 
 def all_cells(backend: str, now: int) -> Iterator[Cell]:
-    """The cells of a backend: every kind of fault × place × worker × number of workers.
+    """Yields the cells of a backend: every kind of fault × place × worker × number of workers.
 
-    Pairs (`make test`) are a sixth of the kinds × places, each on one backend. Within 18 turns, each kind meets each
-    place on each backend. Which worker it is, and of how many, goes round. Per place, one job is started again.
+    The pairs of `make test` are a sixth of the kinds × places, each on one backend. Within 18 turns, each kind runs at
+    each place on each backend. The failed worker and the number of workers rotate. Per place, one job restarts.
     """
     offset = BACKENDS.index(backend)
     for p, place in enumerate(PLACES):

@@ -1,8 +1,8 @@
-"""The fault matrix: whatever happens to a worker, wherever it is, the others end in time and name it; started
-again, the job goes on from its backup and ends with the weights of one that was never interrupted.
+"""The fault matrix: after any fault of a worker at any place, the other workers end in time and name it.
 
-No launcher looks after these workers, so each of them has to end by itself. A thread runs the cells, a few at a time,
-since most of their time is waiting; each cell is a test that waits for its turn's result.
+A restarted job resumes from its backup, and ends with the weights of an uninterrupted job. These workers have no
+launcher, so each of them must end by itself. A thread runs a few cells at a time, because cells mostly wait. Each cell
+is a test, which waits for the result of the cell.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ TIMEOUT = 300.0
 
 
 class Runner:
-    """Runs cells in a thread: each until all workers have ended, and then, where wanted, again from its backup.
+    """Runs cells in a thread: each until all workers have ended and, if `restarts` is set, again from its backup.
 
     Args:
-        folder: Where the workers write.
-        cells: Of one backend.
+        folder: The directory to which the workers write.
+        cells: The cells of one backend.
     """
 
     def __init__(self, folder: Path, cells: list[Cell]) -> None:
@@ -72,7 +72,7 @@ class Runner:
         return False
 
     def _uninterrupted(self, backend: str) -> list[float]:
-        """The weights of a job that nothing happens to."""
+        """Returns the weights of a job without a fault."""
         cell = Cell(backend, "none", "begin", 0, 2, True, True, is_restarted=True)
         cell.start(self._folder)
         self._running.append(cell)
@@ -84,7 +84,7 @@ class Runner:
         return weights_of(cell.workers[0])
 
     def wait(self, cell: Cell) -> None:
-        """Waits for a cell's end."""
+        """Waits until a cell has ended."""
         deadline = time.monotonic() + TIMEOUT
         while not cell.done.wait(0.1):
             if self._error is not None:
@@ -92,7 +92,7 @@ class Runner:
             assert time.monotonic() < deadline, f"not ended within {TIMEOUT:g} s: {self._running}"
 
     def close(self) -> None:
-        """Ends the thread and what it has started."""
+        """Ends the thread and the workers that it has started."""
         self._closes = True
         self._thread.join(10)
         for worker in itertools.chain.from_iterable(cell.workers for cell in self._running):
@@ -154,7 +154,7 @@ def test_the_others_end_and_name_the_worker(
 @pytest.mark.kills(resume_nothing_restored_by_the_launcher="[jax]")
 @pytest.mark.parametrize(
     "backend",
-    # The launcher is one for all backends, and its workers are not forked: JAX is imported fastest.
+    # All backends use the same launcher, and its workers are not forked. JAX is the fastest to import.
     [pytest.param(backend, marks=full_unless(backend == "jax")) for backend in BACKENDS],
 )
 def test_the_launcher_starts_again_after_a_hang(backend: str, tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_the_launcher_starts_again_after_a_hang(backend: str, tmp_path: Path) ->
             in job.stderr()
         )
         assert job.stdout().count("FINISHED") == 2
-        # From the backup after step 2 or 4, though the script began with other weights.
+        # Resumed from the backup after step 2 or 4, although the script starts with different weights.
         assert len(re.findall(r"STEPS (10|8) GOES ON", job.stdout())) == 2, job.stdout()
         numpy.testing.assert_allclose(weights_of(job), weights_of(undisturbed), rtol=1e-5, atol=1e-6)
     finally:

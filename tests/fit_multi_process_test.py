@@ -1,4 +1,4 @@
-"""`fit` on two workers: stopping together, printing once, equal histories, shuffling and random draws."""
+"""`fit` on two workers: it stops at the same step, only the chief prints, and histories and random numbers agree."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.helpers.data import make_data
 from tests.helpers.models import network, weights_of
 from tests.helpers.processes import each_backend, rank, run, run_plain, scope, strategy
 
-# Everything named in_worker_… runs in the workers of a pool, and returns what the tests compare.
+# Functions named in_worker_… run in the workers of a pool, and return values that the tests compare.
 
 
 make_model = functools.partial(network, 4, 1, rate=0.1)
@@ -68,7 +68,7 @@ def in_worker_stop(where, who):
 @each_backend
 @pytest.mark.parametrize("who", [0, 1], ids=["chief", "other"])
 def test_stop_training_on_one_worker_stops_all_at_the_same_step(backend, who):
-    # 24 rows in batches of 4 are six steps an epoch.
+    # 24 rows in batches of 4 make six steps per epoch.
     expected = {
         "batch": (2, 8),
         "epoch": (2, 12),
@@ -114,7 +114,7 @@ def test_only_the_chief_prints_and_all_have_its_history(backend):
 
 
 def in_worker_unseeded():
-    """Workers whose random numbers differ: other weights, and another order of rows, unless they agree."""
+    """Trains with different seeds on each worker: kdist must share the chief's weights and order of rows."""
     import random
 
     import keras
@@ -131,13 +131,13 @@ def in_worker_unseeded():
         def on_train_batch_end(self, batch, logs=None):
             seen.append(float(logs["loss"]))
 
-    # The first loss of a batch depends on which rows are in it.
+    # The loss of the first batch depends on its rows.
     history = model.fit(x, x[:, :1] * 3, batch_size=2, epochs=3, verbose=0, callbacks=[Rows()])
     return before, weights_of(model), history.history, seen
 
 
 def one_device_losses(initial):
-    """The losses of the first batch for each pair of rows, from given weights."""
+    """Returns the loss of the first batch for each possible pair of rows, with given weights."""
     model = make_model()
     model.set_weights(initial)
     x = np.arange(24, dtype="float32").reshape(8, 3) / 24
@@ -157,7 +157,7 @@ def test_without_a_seed_the_chiefs_weights_and_order_count(backend):
 
 
 def in_worker_permutation(batch_size, differ=False):
-    """Which rows each global batch has: a model without weights that count reports the sum of its rows."""
+    """Returns the sum of the rows in each global batch. The model's loss is the mean of the targets."""
     import keras
 
     if differ:
@@ -172,7 +172,7 @@ def in_worker_permutation(batch_size, differ=False):
             self.total = 0.0
 
         def on_train_batch_end(self, batch, logs=None):
-            total = float(logs["loss"]) * (batch + 1)  # the log is the mean over the epoch so far
+            total = float(logs["loss"]) * (batch + 1)  # the log contains the mean over the epoch so far
             sums.append(round((total - self.total) * batch_size))
             self.total = total
 
@@ -196,14 +196,14 @@ def test_shuffle_is_a_permutation_the_same_one_on_all_workers(backend):
     for order in orders:
         assert sorted(order) == [2**i for i in range(12)]
         assert order != sorted(order)
-    # Keras on TensorFlow repeats its order in each epoch where a seed is set, and the workers share one.
+    # With a seed, Keras on TensorFlow repeats its order in each epoch, and the workers share a seed.
     assert (orders[0] != orders[1]) == (backend != "tensorflow")
 
 
 @pytest.mark.kills(order_of_the_chief_not_shared="[torch]")
 @each_backend
 def test_workers_that_draw_other_numbers_have_one_order(backend):
-    # Each worker has one row of two: in orders of their own, some rows would come twice and others never.
+    # Each worker trains one of two rows. If their orders differed, some rows would repeat and others be missing.
     one, two = run(backend, 2, in_worker_permutation, 2, True)
     assert one == two
     for order in (one[:6], one[6:]):
@@ -211,7 +211,7 @@ def test_workers_that_draw_other_numbers_have_one_order(backend):
 
 
 def in_worker_masks(seed):
-    """The dropout mask that each row of a global batch gets, and the weights after training with it."""
+    """Returns the dropout mask of each row in a global batch, and weights and losses of a model with dropout."""
     import keras
 
     keras.utils.set_random_seed(seed)
@@ -251,11 +251,11 @@ def test_replicas_draw_different_masks_and_the_same_seed_draws_them_again(backen
     assert (run(backend, num_workers, in_worker_masks, 12)[0][0] != masks).any()
 
 
-# Going on ----------------------------------------------------------------------------------------------------
+# Continued training ------------------------------------------------------------------------------------------
 
 
 def in_worker_continue(under_strategy):
-    """Two fits, the second with other data, other batches and a validation set; then an evaluation."""
+    """Fits twice, then evaluates. The second fit has different data, a different batch size and validation data."""
     import keras
 
     model = make_model(seed=5, scope=scope(under_strategy), metrics=["mae"])
@@ -281,7 +281,7 @@ def test_a_second_fit_continues_with_data_of_another_length(backend):
 
 
 def in_worker_lengths(under_strategy):
-    """Sequences of one length, then of another: the step is traced for each."""
+    """Trains with sequences of different lengths: the step is traced for each length."""
     import keras
 
     keras.utils.set_random_seed(5)

@@ -1,4 +1,4 @@
-"""Looking at the frames of a thread that runs on meanwhile: what is seen, and that nobody is hurt."""
+"""Reading the frames of another thread while it runs: the frames are correct, and no thread crashes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEPTH = 60
 
 @contextlib.contextmanager
 def thread_inside():
-    """A thread that rests in a deep recursion."""
+    """Starts a thread that waits in a deep recursion; yields its id."""
     is_there, may_end = threading.Event(), threading.Event()
 
     def recurse(depth):
@@ -76,7 +76,7 @@ def test_no_garbage_is_collected_while_frames_are_made():
             gc.set_threshold(*threshold)
             gc.callbacks.remove(note)
     assert looked > DEPTH
-    assert "_outwards" not in during  # before and after it there may be some
+    assert "_outwards" not in during  # garbage may be collected before and after it
     assert gc.isenabled()
 
 

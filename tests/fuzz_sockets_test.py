@@ -1,4 +1,4 @@
-"""Strangers send changed bytes to the sockets of a job: it goes on, or ends with an error of kdist, in time."""
+"""Strangers send changed bytes to the sockets of a job: it continues, or ends in time with an error from kdist."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TLS = b"\x16\x03\x01\x00\x2e\x01\x00\x00\x2a\x03\x03" + bytes(range(38)) + b"\x0
 
 
 def throw(place, good, seed, ended=lambda: False):
-    """Connects again and again and sends changed bytes; leaves some connections open, and returns them."""
+    """Connects repeatedly and sends changed bytes; leaves some connections open, and returns them."""
     open_ones = []
     for number in range(NUMBER):
         random = Random(f"{seed}:{number}")
@@ -70,7 +70,7 @@ def test_strangers_where_workers_meet(monkeypatch):
     for connection in open_ones:
         connection.close()
     assert found.keys() == {0, 1, 2}, "a worker hangs or has crashed"
-    if hasattr(exchange, "handshake"):  # who does not know the secret changes nothing
+    if hasattr(exchange, "handshake"):  # strangers without the secret have no effect
         assert len(set(found.values())) == 1 and not isinstance(found[0], KdistError), found
 
 

@@ -1,7 +1,7 @@
-"""Five thousand changed inputs for everything that kdist parses; with `--full` a hundred thousand others each turn.
+"""Fuzzing of all parsers of kdist with 5,000 changed inputs; with `--full`, also 100,000 new inputs per turn.
 
-Nothing but errors of kdist may come out. No input may take more than a few seconds or much memory, open a file
-elsewhere, unpickle or start anything. A failure prints its seed: `target.make(Random(seed))` makes the input again.
+Parsers may only raise errors of kdist. They must not need more than a few seconds or much memory. They must not open
+files elsewhere, unpickle, or start processes. A failure prints its seed: `target.make(Random(seed))` returns its input.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.turn import turn
 
 
 def in_worker_fuzz(folder, inputs, seed, only=None):
-    """Feeds the parsers; returns how many inputs each has got and what went wrong."""
+    """Feeds the parsers; returns the number of inputs per parser, the number of refused inputs, and the failures."""
     import logging
 
     from kdist.errors import KdistError
@@ -69,6 +69,6 @@ def test_changed_inputs(inputs, seed, tmp_path):
         "address of a worker",
         "lifeline",
         "kept checkpoints",
-    }  # these drop what is bad, without an error
-    assert refused.keys() == counts.keys() - ignoring  # the inputs are bad
+    }  # these ignore bad inputs without an error
+    assert refused.keys() == counts.keys() - ignoring  # each parser refused some inputs
     print(counts, sum(seconds for _, seconds in counts.values()))

@@ -1,4 +1,4 @@
-"""What a long job keeps: memory, file descriptors and threads of a worker after many steps, fits and saves."""
+"""Memory, file descriptors and threads of a worker do not grow over many steps, fits and saves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def measure():
     import gc
 
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # memory that is free, but that glibc keeps, is no growth
+    ctypes.CDLL(None).malloc_trim(0)  # free memory that glibc keeps is not growth
     with open("/proc/self/status", encoding="ascii") as file:
         status = dict(line.split(":", 1) for line in file)
     resident = int(status["VmRSS"].split()[0]) * 1024
@@ -30,12 +30,12 @@ def measure():
 def link_of(number):
     try:
         return os.readlink(f"/proc/self/fd/{number}")
-    except OSError:  # of the listing itself
+    except OSError:  # the file descriptor of the listing itself
         return ""
 
 
 def in_worker_train_on(folder, rounds, steps, fits, saves):
-    """Returns the measurements after each round of steps, fits and saves, without a warm-up."""
+    """Returns the measurements after each round of steps, fits and saves, without the rounds for warm-up."""
     import keras
 
     import kdist
@@ -65,7 +65,7 @@ def in_worker_train_on(folder, rounds, steps, fits, saves):
 
 
 def check(backend, folder, rounds, steps, fits, saves):
-    # The memory of a process varies by some MiB: compare the least memory of the first and of the last rounds.
+    # The memory of a process varies by some MiB, so this compares the minimum of the first and of the last rounds.
     half = rounds // 2
     batches, shards = half * steps * ROWS * COLUMNS * 4 // 2, half * saves * UNITS * COLUMNS * 4 * 3 // 2
     limit = min(batches, shards) // 2
@@ -76,7 +76,7 @@ def check(backend, folder, rounds, steps, fits, saves):
             f"{backend}: {[round(m / MIB, 1) for m in memory]} MiB, {len(files[0])} files, {threads[0]} threads"
         )
         assert len(files[-1]) <= len(files[0]), set(files[-1]) - set(files[0])
-        # TensorFlow starts threads when it needs them. A thread that each round leaves would be more.
+        # TensorFlow starts threads when it needs them. One leaked thread per round would exceed this limit.
         assert threads[-1] - threads[0] < half, threads
         growth = min(memory[half:]) - min(memory[:half])
         assert growth < limit, f"{growth / MIB:.1f} MiB more"
@@ -92,5 +92,5 @@ def test_a_job_does_not_grow(backend, tmp_path):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
 def test_a_long_job_does_not_grow(backend, tmp_path):
-    # On TensorFlow, Keras itself keeps a batch of each `fit` with a generator, also without kdist.
+    # On TensorFlow, Keras keeps a batch of each `fit` with a generator, also without kdist.
     check(backend, tmp_path, 20, 50, 1 if backend == "tensorflow" else 5, 10)

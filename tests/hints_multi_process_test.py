@@ -1,4 +1,4 @@
-"""Wishes that an engine follows, or of which a warning says that they have no effect."""
+"""Hints for communication: the framework follows them, or kdist warns that they have no effect."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.helpers.scripts import Script
 
 
 def hints():
-    """Strategies with every hint, and what was logged."""
+    """Trains with every hint; returns the numbers of replicas, TensorFlow's cross-device operations, and the log."""
     import logging
 
     import keras
 
     from kdist.communication import options as communication
 
-    communication._ignored.clear()  # the worker is kept: what another test has wished may come again
+    communication._ignored.clear()  # other tests in this worker may have logged the same warnings
     logged = []
 
     class Log(logging.Handler):
@@ -74,7 +74,7 @@ def test_hints_are_followed_or_warned_about(backend):
 
 
 def rings():
-    """What TensorFlow's collectives are told in two workers that train, and the weights."""
+    """Returns the hints and timeouts of TensorFlow's collectives during training, and the weights."""
     from tensorflow.python.ops import collective_ops
 
     reduce, told = collective_ops.all_reduce_v2, set()
@@ -103,7 +103,7 @@ def test_tensorflow_reduces_gradients_in_rings():
 
 
 def sums(implementation):
-    """Returns the weights, and how many sums of the training were in shared memory."""
+    """Returns the number of sums in shared memory during training, and the weights."""
     from kdist.communication.shared_memory import SharedMemory
 
     started, original = [], SharedMemory.start
@@ -138,7 +138,7 @@ def test_workers_sum_in_shared_memory_unless_a_ring_is_wanted(implementation, ba
 
 
 def nccl():
-    """What training gives with NCCL and without GPUs, as often as it is asked for; and what was logged."""
+    """Trains with each option for NCCL, without GPUs; returns the warnings, the weights, and the expected weights."""
     import logging
 
     import keras
@@ -220,7 +220,7 @@ def test_a_script_falls_back_to_cpus_where_gpus_are_missing(backend, tmp_path):
 
 
 def resolvers():
-    """The devices, or the error, by what a resolver says of GPUs."""
+    """Returns the devices, or the error, for resolvers with 0 GPUs, an unknown number, and 2 GPUs."""
     from kdist.cluster_resolver import ClusterSpec, SimpleClusterResolver
 
     found = []

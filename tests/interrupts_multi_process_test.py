@@ -1,4 +1,4 @@
-"""Ctrl-C in `fit`: workers end at once and quietly, and a notebook's next `fit` works."""
+"""Ctrl-C in `fit`: workers end immediately and with little output, and the next `fit` in a notebook works."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.helpers.models import network, weights_of
 from tests.helpers.processes import each_backend, each_backend_in_twelve_turns, run, run_plain, strategy
 from tests.helpers.scripts import RUN, TRAINS, Script, environments_of, started
 
-# The workers end long before the heartbeat timeout, after which they would end anyway.
+# The workers must end long before the heartbeat timeout, because after it they would end in any case.
 SECONDS, HEARTBEAT = 30.0, 120.0
 PATIENT = {"KDIST_HEARTBEAT_TIMEOUT": str(HEARTBEAT)}
-LINES = 200  # on stderr: a traceback and its cause, and no storm
+LINES = 200  # on stderr: a traceback and its cause, without many other messages
 
 
 def check_stderr(text):
@@ -39,11 +39,11 @@ def test_ctrl_c_ends_both_workers(backend, tmp_path):
         pids = [script.process.pid for script in scripts]
         start = time.monotonic()
         for pid in pids:
-            os.killpg(pid, signal.SIGINT)  # the leader of its process group
+            os.killpg(pid, signal.SIGINT)  # each script leads its process group
         codes = [script.wait() for script in scripts]
         seconds = time.monotonic() - start
     for script, code in zip(scripts, codes, strict=True):
-        # JAX aborts a worker whose chief has ended; kdist ends it with the number of that signal.
+        # JAX aborts a worker if the chief has ended; kdist then exits with the number of that signal.
         aborted = {signal.SIGABRT} if backend == "jax" else set()
         assert code in {-signal.SIGINT, 128 + signal.SIGINT} | aborted, script.stderr()
         assert "FINISHED" not in script.stdout()
@@ -52,7 +52,7 @@ def test_ctrl_c_ends_both_workers(backend, tmp_path):
 
 
 def wait_until_it_rests(pid):
-    """Waits until the main thread of a process uses no processor: it waits in a collective."""
+    """Waits until the main thread of a process uses no CPU, because it waits in a collective."""
     deadline, before, since = time.monotonic() + 60, None, 0.0
     while before is None or time.monotonic() - since < 0.5:
         assert time.monotonic() < deadline
@@ -65,7 +65,7 @@ def wait_until_it_rests(pid):
 
 @each_backend
 def test_ctrl_c_in_a_collective_is_a_keyboard_interrupt(backend, tmp_path):
-    # Worker 1 does not come to the next step; Ctrl-C meets worker 0 in a collective, which then fails.
+    # Worker 1 stops before the next step. Worker 0 receives Ctrl-C in a collective, which then fails.
     stops = TRAINS.replace("# and then", "os.environ['RANK_HERE'] == '1' and os.kill(os.getpid(), 19)")
     assert stops != TRAINS
     with started(tmp_path, stops, environments_of(backend, **PATIENT)) as scripts:
@@ -84,7 +84,7 @@ def test_ctrl_c_in_a_collective_is_a_keyboard_interrupt(backend, tmp_path):
 
 @each_backend
 def test_ctrl_c_ends_a_launched_job(backend, tmp_path):
-    # The launcher gets the signal: its workers have sessions of their own.
+    # Only the launcher receives the signal, because its workers have separate sessions.
     command = (*RUN, "--num-workers", "2", "--backend", backend)
     with Script(tmp_path, "train", TRAINS, PATIENT, command) as job:
         deadline = time.monotonic() + 120
@@ -108,7 +108,7 @@ make_model = functools.partial(network, 4, 1, optimizer="adam", rate=0.05, seed=
 
 @contextlib.contextmanager
 def keyboard():
-    """The worker of a pool ignores Ctrl-C; a notebook does not."""
+    """Handles Ctrl-C as in a notebook. The workers of a pool otherwise ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
@@ -126,7 +126,7 @@ def plain_steps():
 
 
 def in_worker_interrupt():
-    """Presses the stop button after the third step; then trains on."""
+    """Interrupts `fit` after the third step, as the stop button of a notebook does; then continues the training."""
     import keras
 
     class Stop(keras.callbacks.Callback):
@@ -151,7 +151,7 @@ def test_fit_goes_on_after_the_stop_button(backend):
 
 
 def in_worker_interrupt_anywhere():
-    """Presses the stop button at any moment of a step, several times; then trains anew."""
+    """Interrupts `fit` several times, at different moments of a step; then trains from the initial weights."""
     import threading
 
     import keras
@@ -201,7 +201,7 @@ def test_fit_works_after_the_stop_button_at_any_moment(backend):
 
 
 def ignore_ctrl_c():
-    """Presses Ctrl-C in a function that ignores it, as NumPy and callbacks of the garbage collector do."""
+    """Sends Ctrl-C in a function that ignores it, as NumPy and callbacks of the garbage collector do."""
     with contextlib.suppress(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
 

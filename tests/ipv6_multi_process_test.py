@@ -1,4 +1,4 @@
-"""Workers whose addresses are IPv6: by `TF_CONFIG`, and by `kdist run --hosts`."""
+"""Workers with IPv6 addresses, which come from `TF_CONFIG` or from `kdist run --hosts`."""
 
 from __future__ import annotations
 

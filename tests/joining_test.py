@@ -1,4 +1,4 @@
-"""A process joins one cluster, once, and waits for the others as long as it is told to."""
+"""A process joins only one cluster, only once, and waits for the other workers until the join timeout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.scripts import tf_config
 
 
 class Joined:
-    """What an engine returns."""
+    """A fake of the connection that a backend returns."""
 
     def __init__(self, waited: float) -> None:
         self.waited = waited
@@ -23,7 +23,7 @@ class Joined:
         self.limits.append(seconds)
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Asserts in workers show their values, and kept workers are left as they were."""
+"""Failed assertions in workers show their values, and tests must restore the settings of workers that are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KerasTuner's `distribution_strategy=` with a strategy of kdist: the search scores its trials as on one device."""
+"""KerasTuner's `distribution_strategy=` with a strategy of kdist: trials have the same scores as on one device."""
 
 from __future__ import annotations
 

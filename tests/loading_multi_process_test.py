@@ -1,4 +1,4 @@
-"""`keras.models.load_model` of a strategy's file: in a scope and out, other strategies, other backends."""
+"""`keras.models.load_model` loads a file that a strategy wrote: with and without a scope, and on other backends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def in_worker_save_for_others(path):
 
 
 def in_worker_load(path, scoped):
-    """Loads in a scope of every number of replicas, or out of one that is open elsewhere; trains on."""
+    """Loads a model in scopes with 2 and 3 replicas, or outside of a scope, and continues the training."""
     import contextlib
 
     import keras
@@ -75,7 +75,7 @@ def in_worker_load_and_compile(path):
 
 @pytest.mark.parametrize("where", ["tensorflow", "jax"])
 def test_a_file_of_pytorch_is_compiled_anew_elsewhere(where, tmp_path):
-    # Keras writes PyTorch's own class of the optimizer into it, which updates tensors of PyTorch's only.
+    # Keras writes PyTorch's optimizer class to the file, and this class can update only tensors of PyTorch.
     path = str(tmp_path / "model.keras")
     expected = run("torch", 2, in_worker_save_trained, path)[0]
     ((predicted, losses),) = run(where, 1, in_worker_load_and_compile, path)

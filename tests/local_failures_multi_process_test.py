@@ -1,4 +1,4 @@
-"""What fails on a worker itself keeps its own name: it is no lost worker, whatever its words."""
+"""A worker raises its own errors unchanged: they are not reported as lost workers, whatever their messages contain."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ X = np.random.RandomState(0).randn(12, 3).astype("float32")
 
 
 def fails(kind: str) -> tuple[str, str]:
-    """Fits with something that fails on every worker; returns the error."""
+    """Fits a model with a part that fails on every worker; returns the error."""
     import keras
 
     from tests.helpers.processes import strategy
@@ -117,7 +117,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 OF_ENGINES = ("InternalError", "JaxRuntimeError", "AcceleratorError")
-# Errors of a pipeline are told to all workers, with their words.
+# A pipeline's errors become a `DatasetError` on all workers, with the original message.
 EXPECTED = {
     "error in a layer": ("ValueError",),
     "connection in a layer": ("RuntimeError",),

@@ -1,4 +1,4 @@
-"""Messages through a key-value store: in order, begun ahead, and never waited for without end."""
+"""Messages through a key-value store: they keep their order, can start in advance, and never hang."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kdist.errors import WorkerLostError, WorkerTimeoutError
 
 
 class Service:
-    """The store that the workers of a test share; each worker is a thread."""
+    """The store that all workers of a test share. Each worker is a thread."""
 
     def __init__(self):
         self.entries = {}
@@ -88,7 +88,7 @@ def test_messages_of_one_turn_belong_together(service):
 
 
 def test_to_begin_does_not_wait(service):
-    # Nobody answers before it has returned.
+    # The second worker sends its message only after `begin` has returned.
     first, second = mail_of(service, 0, timeout=20), mail_of(service, 1)
     received = first.begin(b"early")
     assert second.gather(b"late") == [b"early", b"late"]
@@ -103,7 +103,7 @@ def test_a_message_that_was_begun_comes_before_the_next(service):
         return first.gather(b"2"), received()
 
     def answer():
-        with service.changed:  # the first must be waiting for the answer to what it has begun
+        with service.changed:  # the first worker must already wait for the answer to its message
             assert service.changed.wait_for(lambda: mail._key(0, 0) in service.entries, 10)
         return second.gather(b"a"), second.gather(b"b")
 

@@ -1,4 +1,4 @@
-"""8 and 16 workers: `fit`, a checkpoint, and an error that all workers agree on, within a bounded time."""
+"""8 and 16 workers run `fit`, write a checkpoint and raise the same error, within a time limit."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.helpers.models import network, weights_of
 from tests.helpers.processes import BACKENDS, full_unless, run_plain, scope, start_pool, strategy
 from tests.turn import turn
 
-ROWS = 45  # in batches of 20 rows: uneven for 8 and 16 workers, and a last batch with fewer rows than workers
-# Seconds for each step on 2 cores, which 16 workers share.
+ROWS = 45  # batches of 20 are uneven for 8 and 16 workers, and the last batch has fewer rows than workers
+# Seconds for each function that runs in the pool, on 2 cores that 16 workers share.
 LIMIT = 150
 
 
@@ -89,7 +89,7 @@ def test_many_workers_train_as_one_device(backend, workers, tmp_path):
 
 
 def strategy_is_there():
-    """Joins the workers, within a time limit of its own."""
+    """Joins the workers. As a separate function, it has a separate time limit."""
     import kdist
 
     assert strategy().num_replicas_in_sync == int(os.environ["WORLD_SIZE"])

@@ -1,4 +1,4 @@
-"""Memory that engines take as it is, and arrays that nobody writes to."""
+"""Aligned memory that frameworks use without a copy, and arrays that do not change later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`call_on_all`: what fails on one worker fails on all."""
+"""`call_on_all`: an error on one worker raises errors on all workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kdist.errors import CheckpointError, WorkerLostError
 
 
 class TwoWorkers:
-    """A runtime whose other worker says what the test wants."""
+    """A fake runtime with two workers. The test sets the answer of the other worker."""
 
     num_workers = 2
 

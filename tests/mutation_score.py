@@ -1,9 +1,9 @@
-"""The mutation score of a package: the share of small automatic changes that its tests without processes notice.
+"""Measures the mutation score of a package: the share of small automatic changes that its single-process tests detect.
 
     python -m tests.mutation_score PACKAGE [--least 0.8] [--to FILE] [--jobs 2]
 
-mutmut (https://mutmut.readthedocs.io) makes the changes in a copy of the tree. Only packages that need no framework
-have such tests. The changes in `tests/mutants/` are made by hand instead, each for a promise of the documentation.
+mutmut (https://mutmut.readthedocs.io) makes the changes in a copy of the tree. Only packages that do not need a
+framework have such tests. `tests/mutants/` contains changes that are written by hand, for promises in the docs.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ pytest_add_cli_args_test_selection = {tests}
 
 
 def tests_of(package: str) -> list[str]:
-    """Returns the test files of a package that start no processes."""
+    """Returns the test files of a package that do not start processes."""
     found = (ROOT / "tests" / package).rglob("*_test.py")
     return sorted(str(path.relative_to(ROOT)) for path in found if "multi_process" not in path.name)
 
 
 def configuration(package: str, tree: Path) -> str:
-    """Returns the settings of mutmut for a package, which end pyproject.toml."""
+    """Returns the settings of mutmut for a package, to append to pyproject.toml."""
     copied = sorted(path.name for path in tree.iterdir() if path.name not in ("kdist", "tests"))
     files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "kdist" / package).rglob("*.py"))
     return _CONFIGURATION.format(
@@ -46,12 +46,12 @@ def configuration(package: str, tree: Path) -> str:
 
 
 def measure(package: str, jobs: int) -> dict[str, int]:
-    """Runs mutmut on a package; returns its numbers of changes by result."""
+    """Runs mutmut on a package; returns the number of changes per result."""
     with copy_of(ROOT) as tree:
         with open(tree / "pyproject.toml", "a", encoding="utf-8") as file:
             file.write(configuration(package, tree))
         environ = dict(os.environ)
-        environ.pop("PYTHONPATH", None)  # the changed copy comes first, not this tree
+        environ.pop("PYTHONPATH", None)  # the tests must import the changed copy, not this tree
         for command in (["run", "--max-children", str(jobs)], ["export-cicd-stats"]):
             # mutmut draws its progress several times per second, which would fill a log.
             done = subprocess.run(
@@ -69,7 +69,7 @@ def measure(package: str, jobs: int) -> dict[str, int]:
 
 
 def main() -> int:
-    """Runs the command line; 1 if the score is too low."""
+    """Runs the command line; returns 1 if the score is too low."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("package", choices=PACKAGES, help="package of kdist")
     parser.add_argument("--least", type=float, default=0.0, help="lowest score that passes (default: 0)")

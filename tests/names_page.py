@@ -1,4 +1,4 @@
-"""Every public name of `tf.distribute`: `python -m tests.names_page` writes docs/names.md. It needs TensorFlow."""
+"""Lists every public name of `tf.distribute`: `python -m tests.names_page` writes docs/names.md. Needs TensorFlow."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ members are not repeated. For the steps of a migration, see [From tf.distribute]
 
 
 def public(thing: Any) -> list[str]:
-    """The public names of a module or a class, sorted."""
+    """Returns the public names of a module or a class, sorted."""
     return [name for name in sorted(dir(thing)) if not name.startswith("_")]
 
 
 def modules(theirs: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    """`tf.distribute` and all public modules in it, each with its name there."""
+    """Yields a module and all public modules in it, each with its name relative to `tf.distribute`."""
     yield where, theirs
     for name in public(theirs):
         if isinstance(inner := getattr(theirs, name), types.ModuleType):
@@ -35,19 +35,19 @@ def modules(theirs: Any, where: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def values_of(theirs: Any) -> Iterator[tuple[str, Any]]:
-    """The public names of a module, but for modules, and what they are."""
+    """Yields the public names of a module and their values, without submodules."""
     for name in public(theirs):
         if not isinstance(native := getattr(theirs, name), types.ModuleType):
             yield name, native
 
 
 def join(*names: str) -> str:
-    """`experimental.rpc`, say."""
+    """Joins names with dots, for example to `experimental.rpc`, and ignores empty names."""
     return ".".join(filter(None, names))
 
 
 def own(where: str) -> Any:
-    """The module of kdist of that name; `None` if it is left out."""
+    """Returns kdist's module with this name, or `None` if kdist omits it."""
     if where in LEFT_OUT:
         return None
     parent, _, name = where.rpartition(".")
@@ -55,7 +55,7 @@ def own(where: str) -> Any:
 
 
 def reason_of_member(native: type, member: str) -> str | None:
-    """Returns why a member is omitted from a class and its subclasses, or `None`."""
+    """Returns the reason why a class and its subclasses omit a member, or `None`."""
     reasons = (LEFT_OUT.get(f"{base.__name__}.{member}") for base in native.__mro__)
     return next(filter(None, reasons), None)
 
@@ -102,7 +102,7 @@ def _code(names: list[str]) -> str:
 
 
 def _table(head: str, rows: dict[str, str]) -> list[str]:
-    """Returns a table of names with something about each, and an empty line; nothing without rows."""
+    """Returns the lines of a table with a text per name, and an empty line; without rows, returns an empty list."""
     lines = [f"| {head} |", "| --- | --- |", *(f"| {names} | {about} |" for names, about in rows.items())]
     return [*lines, ""] if rows else []
 

@@ -1,4 +1,4 @@
-"""What is said about a name that a module does not have."""
+"""Errors for names that a module or a class does not have: they suggest an alternative."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Executes tutorials, and stores them with what they say and draw.
+"""Executes tutorials, and saves them with their output and pictures.
 
-    python -m tests.notebooks [--backend jax] [--to FOLDER] tutorials/06-*.ipynb
+    python -m tests.notebooks [--backend jax] [--to DIRECTORY] tutorials/06-*.ipynb
 
-A notebook runs in a folder of its own, on its backend of `make test` unless another is named, and is stored in its
-place or in another folder. What differs from run to run, or from machine to machine, is left out, so that a change
-shows what changed.
+A notebook runs in a temporary directory. Without `--backend`, it uses the backend on which `make test` runs it. The
+result overwrites the notebook or goes to another directory. Values that differ between runs or machines are removed,
+so that a diff shows only real changes.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from tests.helpers.environment import ROOT, clean_environment
 from tests.helpers.processes import BACKENDS
 
 TUTORIALS = sorted((ROOT / "tutorials").glob("*.ipynb"))
-CELL_TIMEOUT = 240  # seconds, of a busy machine
+CELL_TIMEOUT = 240  # seconds, on a busy machine
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
-# What has nothing to do with the tutorial: a remark of TensorFlow's, and one of the debugger of ipykernel.
+# Disables messages of TensorFlow and of ipykernel's debugger, which are unrelated to the tutorial.
 QUIET = {"TF_ENABLE_ONEDNN_OPTS": "0", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
-# What TensorFlow remarks in notebooks, from Python and from C++; workers do, too.
+# Log lines of TensorFlow in notebooks and workers, from Python and from C++.
 CHATTER = re.compile(
     r"^(?:\[worker \d+\] )?"
     r"(?:(?:INFO|WARNING):tensorflow:|WARNING: All log messages before absl|[IWE]\d{4} \S+ .*\.cc:\d+\]).*\n",
     re.MULTILINE,
 )
-# Of what a cell shows, the first of these that is there is kept, beside its text.
+# For each output of a cell, only the first available type of these is kept, in addition to plain text.
 RICH = ("image/png", "text/markdown", "text/html")
-# What people wrote about a cell: the others are the front end's.
+# Metadata that authors write. The front end of the notebook writes all other metadata.
 OF_A_CELL = ("tags", "alt")
 
 
 def backend_of(tutorial: Path) -> str:
-    """The backend on which `make test` executes a tutorial: they take turns."""
+    """Returns the backend on which `make test` executes a tutorial. The backends rotate."""
     return BACKENDS[int(tutorial.name.split("-")[0]) % len(BACKENDS)]
 
 
@@ -55,7 +55,7 @@ def execute(tutorial: Path, backend: str, folder: Path) -> Any:
     Args:
         tutorial: The file.
         backend: The value of `KERAS_BACKEND`.
-        folder: Where it runs.
+        folder: The working directory.
     """
     notebook = nbformat.read(tutorial, as_version=4)
     client = nbclient.NotebookClient(
@@ -70,7 +70,7 @@ def execute(tutorial: Path, backend: str, folder: Path) -> Any:
 
 
 def normalized(notebook: Any) -> Any:
-    """Returns the notebook without what differs from run to run."""
+    """Returns the notebook without values that differ between runs."""
     notebook.metadata = nbformat.from_dict(METADATA)
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     for number, cell in enumerate(notebook.cells):
@@ -91,7 +91,7 @@ def normalized(notebook: Any) -> Any:
 
 
 def text_of(cell: Any) -> str:
-    """What a code cell has printed, and the text of its values and of its tables."""
+    """Returns the printed output of a code cell, and the text of its values and tables."""
     return "".join(
         output["text"] if "text" in output else _text_in(output.get("data", {})) for output in cell["outputs"]
     )
@@ -102,15 +102,15 @@ def _text_in(data: Any) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Executes the tutorials that are named; returns the exit code."""
+    """Executes the given tutorials; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.notebooks", description=__doc__)
     parser.add_argument("tutorials", nargs="+", type=Path, metavar="NOTEBOOK")
     parser.add_argument("--backend", choices=BACKENDS)
-    parser.add_argument("--to", type=Path, metavar="FOLDER", help="where to store them; else in their places")
+    parser.add_argument("--to", type=Path, metavar="DIRECTORY", help="where to store them; else in their places")
     options = parser.parse_args(arguments)
     for tutorial in options.tutorials:
         with tempfile.TemporaryDirectory() as folder:
-            # Jupyter, IPython and matplotlib must not read or write what belongs to the user.
+            # Jupyter, IPython and matplotlib must not read or write the user's files.
             for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR"):
                 os.environ[name] = str(Path(folder, name.lower()))
             os.environ["MPLCONFIGDIR"] = str(ROOT / ".pytest_cache" / "matplotlib")

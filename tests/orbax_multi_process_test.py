@@ -1,4 +1,4 @@
-"""`keras.callbacks.OrbaxCheckpoint`: one checkpoint of all workers, with the state of plain Keras."""
+"""`keras.callbacks.OrbaxCheckpoint`: all workers write one checkpoint, with the same state as in plain Keras."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ needs_orbax = pytest.mark.skipif(
 
 
 def _rank():
-    return int(os.environ.get("RANK", "0"))  # also where there is no strategy
+    return int(os.environ.get("RANK", "0"))  # also without a strategy
 
 
 def _stand_in():
-    """Puts a stand-in for Orbax into Keras, which pickles what each process is given to save."""
+    """Replaces Orbax in Keras by a fake, which pickles the values that each process saves."""
     import sys
     from types import ModuleType, SimpleNamespace
 
@@ -100,13 +100,13 @@ def test_the_workers_write_one_checkpoint_of_the_state_of_plain_keras(backend, t
     run_plain(backend, in_worker_fit, str(plain), False)
     run(backend, 2, in_worker_fit, str(scoped), True)
     expected, actual = _states(plain), _states(scoped)
-    writers = (0, 1) if backend == "jax" else (0,)  # on JAX, Orbax itself lets the first process write
+    writers = (0, 1) if backend == "jax" else (0,)  # on JAX, Orbax itself writes only in the first process
     assert list(actual) == sorted(f"{name.split('.')[0]}.{w}" for name in expected for w in writers)
     for name, state in actual.items():
         wanted = expected[f"{name.split('.')[0]}.0"]
         assert state.keys() == wanted.keys()
         for path, (kind, value) in state.items():
-            # Orbax refuses arrays of JAX that belong to one process of several.
+            # With several processes, Orbax refuses JAX arrays that belong to one process.
             assert kind in ("ndarray", "int", "float"), path
             np.testing.assert_allclose(value, wanted[path][1], rtol=1e-5, atol=1e-6, err_msg=path)
 
@@ -132,7 +132,7 @@ saves = keras.callbacks.OrbaxCheckpoint(os.environ["FOLDER"], max_to_keep=2)
 model.fit(x, y, epochs=3, batch_size=8, verbose=0, callbacks=[saves])
 print(json.dumps([w.tolist() for w in model.get_weights()]))
 """
-# Plain Keras builds the same model, and loads the weights into it. Passed with Orbax 0.12.8.
+# Plain Keras builds the same model and loads the weights. This passed with Orbax 0.12.8.
 LOAD = """
 import json, os
 import keras

@@ -1,4 +1,4 @@
-"""What few use: a `Trainer` that is no `keras.Model`, a `PyDataset` without end, the limits of `keras.config`."""
+"""Rare uses of `fit`: a `Trainer` that is not a `keras.Model`, an endless `PyDataset`, limits of `keras.config`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def bare_trainer(under_strategy: bool) -> Any:
 
 
 def endless(under_strategy: bool) -> Any:
-    """Its batches in their order, each once. Plain Keras may lose the first ones, so it gets each epoch's as arrays."""
+    """Fits an endless dataset, whose batches must come in order. Plain Keras may lose batches, so it gets arrays."""
     import keras
 
     x, y = data.make_data(60)
@@ -73,7 +73,7 @@ def limited(under_strategy: bool) -> Any:
 
 
 def changed_attribute(under_strategy: bool) -> Any:
-    """The two ways in which Keras makes an attribute effective that a compiled step has read."""
+    """Changes an attribute that the compiled step has read, in the two ways in which Keras applies the change."""
     import keras
 
     class Scaled(keras.Model):

@@ -1,4 +1,4 @@
-"""A `CrossDeviceOps` of the user's own reduces gradients and values, on every backend."""
+"""A custom `CrossDeviceOps` reduces gradients and values on every backend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RATE = 0.25
 
 
 class Reversed(kdist.CrossDeviceOps):
-    """Adds up from the last one; counts its calls."""
+    """Adds values from the last to the first, and records its calls."""
 
     def __init__(self):
         self.calls = []
@@ -26,7 +26,7 @@ class Reversed(kdist.CrossDeviceOps):
 
 
 class Doubled(kdist.ReductionToOneDevice):
-    """Gives twice what it should: so one sees that it was called."""
+    """Returns twice the correct result, so that the test can detect the call."""
 
     def reduce_implementation(self, *args):
         return 2 * super().reduce_implementation(*args)
@@ -40,7 +40,7 @@ def strategy_of(ops, devices=2):
 
 
 def by_hand(factor, rows=(7, 7)):
-    """The weights of `y = x @ w` after a step of gradient descent on each number of rows."""
+    """Returns the weights of `y = x @ w` after one step of gradient descent per number of rows."""
     weights = np.ones((3, 3), "float32")
     for n in rows:
         weights = weights - RATE * factor * X[:n].T @ (2 * (X[:n] @ weights - Y[:n])) / Y.size
@@ -58,7 +58,7 @@ def model_in(strategy):
 
 
 def train():
-    """The weights after `fit` with each class, the logs, and the calls."""
+    """Returns the weights after `fit` with each class, the logs, and the calls."""
     import keras
 
     found = {}
@@ -87,7 +87,7 @@ def test_fit_sums_gradients_by_it(backend):
     for name, factor in {"reversed": 1, "doubled": 2, "none": 1}.items():
         np.testing.assert_allclose(found[name][0], by_hand(factor), rtol=1e-5, err_msg=name)
     assert found["reversed"][2] and set(found["reversed"][2]) == {("SUM", 2, "kernel")}
-    # Metrics are kdist's own, and speak of the weights before the step.
+    # kdist itself reduces metrics. They use the weights before the step.
     error = np.abs(X.sum(1, keepdims=True) - Y).mean()
     for _, logs, _ in found.values():
         np.testing.assert_allclose(logs["mae"][0], error, rtol=1e-5)
@@ -101,7 +101,7 @@ def test_fit_on_jax_refuses_it():
 
 
 def loop():
-    """The weights after two steps of a loop with each class, on uneven and even rows."""
+    """Returns the weights after two steps of a custom loop with each class: with an uneven and an even batch."""
     import keras
 
     found = {}
@@ -138,7 +138,7 @@ def test_loops_sum_gradients_by_it(backend):
 
 
 def reductions():
-    """What each cross-replica reduction gives, and how the class is called."""
+    """Returns the result of each reduction over replicas, and the calls of the class."""
     import keras
 
     ops, named = Doubled(), Reversed()
@@ -190,7 +190,7 @@ def test_values_are_reduced_by_it(backend):
 
 
 def mistakes():
-    """What is said of a class that gives something else."""
+    """Returns the errors for classes that return wrong results."""
     import keras
 
     class Bare(kdist.CrossDeviceOps):

@@ -1,4 +1,4 @@
-"""A framework in pytest's own process fails a test, also under pytest-xdist."""
+"""A test fails if it imports a framework in the process of pytest, also under pytest-xdist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with a `train_step` of their own and no `call`, as Keras's guides write GANs and VAEs."""
+"""Models with a custom `train_step` and without `call`, such as the GANs and VAEs in Keras's guides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.helpers.processes import each_backend, run, run_plain, scope
 
 
 def gan(backend: str) -> Any:
-    """Two networks, each with an optimizer; what the generator makes counts as 1, what is real as 0."""
+    """Returns a GAN class with two networks and two optimizers. Generated rows have label 1, real rows label 0."""
     import keras
     from keras import ops
 
@@ -25,7 +25,7 @@ def gan(backend: str) -> Any:
             self.d_loss, self.g_loss = keras.metrics.Mean(name="d_loss"), keras.metrics.Mean(name="g_loss")
             self.d_optimizer = keras.optimizers.SGD(0.25)
             self.g_optimizer = keras.optimizers.Adam(0.02) if backend != "jax" else None
-            self.built = backend != "tensorflow"  # which the others ask for
+            self.built = backend != "tensorflow"  # all backends except TensorFlow check it
 
         @property
         def metrics(self) -> Any:
@@ -89,7 +89,7 @@ def gan(backend: str) -> Any:
                 optimizer.apply([w.value.grad for w in weights], weights)
 
     class Jax(GAN):
-        """With one optimizer: Keras's state of a step on JAX has the variables of one."""
+        """A GAN with one optimizer, because on JAX the state of a step in Keras contains only one optimizer."""
 
         def train_step(self, state: Any, data: Any) -> Any:  # type: ignore[override]
             import jax
@@ -140,7 +140,7 @@ def trains_a_gan(are_built: bool, under_strategy: bool) -> Any:
             generator.build((None, 3))
         model = gan(backend)(discriminator, generator)
         model.compile(model.d_optimizer if backend == "jax" else "sgd")
-    predicts = backend == "tensorflow"  # the others want a `call`
+    predicts = backend == "tensorflow"  # other backends need a `call`
     before = model.predict(noise, batch_size=5, verbose=0) if predicts else 0.0
     history = model.fit(real, noise, batch_size=5, epochs=2, shuffle=False, verbose=0).history
     after = model.predict(noise, batch_size=5, verbose=0) if predicts else 0.0
@@ -148,7 +148,7 @@ def trains_a_gan(are_built: bool, under_strategy: bool) -> Any:
 
 
 def vae(backend: str) -> Any:
-    """An encoder and a decoder; what is drawn comes with the data, since replicas draw numbers of their own."""
+    """Returns a VAE class. The noise is part of the data, because replicas draw different random numbers."""
     import keras
     from keras import ops
 
@@ -163,7 +163,7 @@ def vae(backend: str) -> Any:
             self.decoder = keras.Sequential([keras.Input((2,)), layers.Dense(5, "relu"), layers.Dense(6)])
             names = ("loss", "reconstruction", "divergence")
             self.trackers = [keras.metrics.Mean(name=name) for name in names]
-            self.built = backend != "tensorflow"  # which the others ask for
+            self.built = backend != "tensorflow"  # all backends except TensorFlow check it
 
         @property
         def metrics(self) -> Any:
@@ -261,7 +261,7 @@ def trains_a_vae(_: bool, under_strategy: bool) -> Any:
 
 @pytest.fixture(scope="module")
 def plain() -> dict[Any, Any]:
-    """What plain Keras gives."""
+    """A cache for the results of plain Keras."""
     return {}
 
 

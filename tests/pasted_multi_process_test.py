@@ -1,4 +1,4 @@
-"""Hints and pages can be pasted: their commands parse; their extras, variables and names of kdist exist."""
+"""You can paste from hints and pages: their commands parse, and their extras, variables and names of kdist exist."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from kdist.command_line import build_parser
 from tests.helpers.layers import ROOT
 from tests.helpers.processes import run
 
-# What ends a command within a text: the end of the line, of the code, or the next command.
+# A command ends at the end of the line or of the code, or at the next command.
 _COMMAND = re.compile(r"kdist ((?:--)?[a-z][^`\n|&;#]*)")
 _NAME = re.compile(r"(?<![\w./-])kdist((?:\.[A-Za-z]\w*)+)")
 _EXTRA = re.compile(r"kdist\[(\w+)\]|'\.\[(\w+)\]'")
 _VARIABLE = re.compile(r"export (KDIST_\w+)")
-# A call with more than one way to end it, or with something left out, is no command.
+# A call with placeholders or omitted parts is not a complete command.
 _LEFT_OUT = re.compile(r"\[options\]|…|\.\.\.|COMMAND|(?<!\w)[A-Z](?!\w)")
 
 
 def text_of(node: ast.expr) -> str:
-    """The text of a string, with "1" for each value in it."""
+    """Returns the text of a string, with "1" for each inserted value."""
     if isinstance(node, ast.JoinedStr):
         return "".join(text_of(part) for part in node.values)
     if isinstance(node, ast.Constant):
@@ -42,7 +42,7 @@ def hints() -> list[tuple[str, str]]:
 
 
 def read_hints() -> Iterator[tuple[str, str]]:
-    """All hints of errors and examples of the command line, and where they are."""
+    """Yields the place and the text of all hints of errors and all examples of the command line."""
     for path in sorted((ROOT / "kdist").rglob("*.py")):
         parts: set[ast.AST] = set()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -58,7 +58,7 @@ def read_hints() -> Iterator[tuple[str, str]]:
                 and text_of(node).startswith(("kdist run ", "For example: "))
             ):
                 yield where, text_of(node)
-            if isinstance(node, ast.JoinedStr):  # comes before its parts
+            if isinstance(node, ast.JoinedStr):  # `ast.walk` yields it before its parts
                 parts.update(node.values)
 
 
@@ -78,7 +78,7 @@ def subcommands() -> dict[str, argparse.ArgumentParser]:
 
 
 def commands() -> list[tuple[str, str]]:
-    """What is written to be run: in hints after the words that announce it, on pages after a prompt."""
+    """Returns the commands that users can run: in hints after introductory words, on pages after a prompt."""
     found = []
     for where, text in hints():
         for match in _COMMAND.finditer(text):
@@ -92,7 +92,7 @@ def commands() -> list[tuple[str, str]]:
 
 
 def options_in_text() -> list[tuple[str, str]]:
-    """What pages and hints say of commands in the middle of a sentence, often without all that a call needs."""
+    """Returns commands within sentences of pages and hints, often without all required arguments."""
     texts = [*hints(), *pages()]
     return [
         (where, match[1]) for where, text in texts for match in re.finditer(r"`kdist ([a-z][^`]*)`", text)
@@ -100,7 +100,7 @@ def options_in_text() -> list[tuple[str, str]]:
 
 
 def problem_of(command: str) -> str | None:
-    """What the parser says of a command; `None` if it takes it."""
+    """Returns the parser's error for a command, or `None` if it accepts the command."""
     try:
         parser().parse_args(shlex.split(command, comments=True))
     except (argparse.ArgumentError, ValueError) as error:
@@ -154,7 +154,7 @@ def test_every_extra_and_variable_exists() -> None:
 
 
 def missing(names: list[str]) -> list[str]:
-    """Which of these names kdist does not have."""
+    """Returns the names that kdist does not have."""
     import importlib
 
     lacking = []

@@ -1,4 +1,4 @@
-"""`predict` under a strategy: every output of a model, in order, and what it writes while it predicts."""
+"""`predict` under a strategy returns every output of a model in order, and aggregates the variables that it writes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROWS = np.array([[1, 2, 0], [3, 0, 0], [4, 5, 6], [7, 0, 0], [8, 9, 0], [2, 0, 0
 
 
 def counts_rows(under_strategy: bool) -> Any:
-    """A layer that counts the rows it sees."""
+    """Predicts with a layer that counts its rows."""
     import keras
 
     class Counting(keras.layers.Layer):
@@ -39,13 +39,13 @@ def counts_rows(under_strategy: bool) -> Any:
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_what_a_layer_writes_is_aggregated(backend: str, num_workers: int) -> None:
     expected = run_plain(backend, counts_rows, False)
-    assert expected[1] == 7.0  # `predict_on_batch` came later
+    assert expected[1] == 7.0  # counted before `predict_on_batch`
     for actual in run(backend, num_workers, counts_rows, True):
         assert_close(actual, expected, atol=0)
 
 
 def ragged(under_strategy: bool) -> Any:
-    """Rows of different lengths, and batches that are padded to different lengths."""
+    """Predicts rows of different lengths, and batches that are padded to different lengths."""
     import keras
     import tensorflow as tf
 
@@ -67,7 +67,7 @@ def ragged(under_strategy: bool) -> Any:
 
     second = same.predict(generator(), verbose=0)
     third = unpadded.predict_on_batch(ROWS[:3])["ragged"]
-    # Fewer rows than replicas, and nothing in them.
+    # Fewer rows than replicas, and the rows are empty.
     empty = unpadded.predict(0 * ROWS[:1], verbose=0)["ragged"]
     kinds = [type(values).__name__ for values in (first["ragged"], second, third, empty)]
     return kinds, *[values.to_list() for values in (first["ragged"], second, third, empty)], first["sum"]
@@ -86,7 +86,7 @@ def test_ragged_outputs_stay_ragged(num_workers: int) -> None:
 
 
 def more_rows(under_strategy: bool) -> Any:
-    """Two rows for each of the input, in its order."""
+    """Predicts two rows per input row, in the order of the input."""
     import keras
 
     class Twice(keras.Model):
@@ -115,7 +115,7 @@ def test_outputs_with_other_numbers_of_rows(backend: str, num_workers: int) -> N
 
 
 def draws(_: bool) -> Any:
-    """One row, which all replicas have, and a layer that draws random numbers."""
+    """Predicts one row, which all replicas have, with a layer that draws random numbers."""
     import keras
 
     class Noise(keras.layers.Layer):
@@ -134,7 +134,7 @@ def draws(_: bool) -> Any:
 
 
 def draws_lengths() -> None:
-    """A row whose length another replica draws otherwise."""
+    """Predicts a row whose length depends on the replica."""
     import keras
     import tensorflow as tf
 

@@ -1,6 +1,6 @@
-"""How rows are split over replicas, how tensors are packed, and the names of devices.
+"""Splitting of rows over replicas, packing of tensors, and the names of devices.
 
-`kdist.backends.replica` imports Keras, so what it does is computed in a worker process.
+`kdist.backends.replica` imports Keras, so its tests run in a worker process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kdist.backends.device_names import count_of_kind, missing_device, short_nam
 from kdist.errors import DeviceError
 from tests.helpers.processes import each_backend, run
 
-# One call for all of them: a call to a worker takes longer than a split.
+# One call checks all splits, because a call to a worker takes longer than a split.
 SPLITS = [(rows, replicas) for rows in range(1, 68) for replicas in range(1, 18)]
 
 
@@ -48,7 +48,7 @@ def check_split(num_rows, num_replicas, equally, parts):
     sizes = [rows.stop - rows.start for rows, _ in parts]
     if num_rows < num_replicas or (
         equally and num_rows % num_replicas
-    ):  # every replica has all rows; sums count once
+    ):  # every replica has all rows, but only one counts in sums
         assert all((rows.start, rows.stop) == (0, num_rows) for rows, _ in parts)
         assert [share.counts for _, share in parts] == [1.0] + [0.0] * (num_replicas - 1)
         assert {share.scalar_weight for _, share in parts} == {1.0}

@@ -18,15 +18,16 @@ from tests.contract_cells import CELLS
 
 _CONTRACT = "contract_multi_process_test.py"
 _MARKS = {"passed": "ok", "failed": "FAIL", "error": "ERROR", "": "–"}
-_SHORT = {"tensorflow": "tf", "jax": "jax", "torch": "torch"}  # and m-2: mirrored-2, w-2x2: workers-2x2
+# The short names of backends. Strategies also have short names, for example m-2 for mirrored-2.
+_SHORT = {"tensorflow": "tf", "jax": "jax", "torch": "torch"}
 
 
 def print_contract(reporter: pytest.TerminalReporter, path: str | None) -> None:
-    """Prints the contract's cells, one column a backend and strategy.
+    """Prints the contract's cells, with one column per backend and strategy.
 
     Args:
-        reporter: Of pytest.
-        path: Where the results are written, too, if anywhere.
+        reporter: The terminal reporter of pytest.
+        path: The file to which the results are also written, if any.
     """
     results = dict(sorted(_contract_results(reporter)))
     if not results:
@@ -58,7 +59,7 @@ def _contract_lines(results: dict[str, str]) -> Iterator[str]:
 
 
 def print_faults(reporter: pytest.TerminalReporter) -> None:
-    """Prints how many seconds after each fault the last worker had ended; ↺ where the job was started again."""
+    """Prints the seconds from each fault to the end of the last worker, and ↺ if the job restarted."""
     cells = _recorded(reporter, "fault matrix")
     if not cells:
         return
@@ -71,7 +72,7 @@ def print_faults(reporter: pytest.TerminalReporter) -> None:
 
 
 def print_modules(reporter: pytest.TerminalReporter, number: int = 20) -> None:
-    """Prints the modules whose tests took longest in all, and their share of the seconds of all tests."""
+    """Prints the slowest modules, and their share of the total time of all tests."""
     seconds: collections.Counter[str] = collections.Counter()
     counts: collections.Counter[str] = collections.Counter()
     for report in itertools.chain(*reporter.stats.values()):
@@ -88,14 +89,14 @@ def print_modules(reporter: pytest.TerminalReporter, number: int = 20) -> None:
 
 
 def write_support(reporter: pytest.TerminalReporter, path: str | None) -> None:
-    """Writes what each strategy can do on each backend to a file, if one is named."""
+    """Writes the supported features of each strategy on each backend to a file, if `path` is set."""
     if path:
         results = dict(sorted(_recorded(reporter, "support")))
         Path(path).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def _recorded(reporter: pytest.TerminalReporter, wanted: str) -> list[Any]:
-    """What the tests have recorded under a name."""
+    """Returns the values that the tests have recorded under a name."""
     return [
         value
         for reports in reporter.stats.values()
@@ -106,10 +107,10 @@ def _recorded(reporter: pytest.TerminalReporter, wanted: str) -> list[Any]:
 
 
 def write_gpus(reporter: pytest.TerminalReporter, path: str | None) -> None:
-    """Writes a page on the tests that ran on GPUs: the devices, the versions, and the result of each test.
+    """Writes a page about the tests that ran on GPUs: the devices, the versions, and the result of each test.
 
     Args:
-        reporter: Of pytest.
+        reporter: The terminal reporter of pytest.
         path: The file; `None` for no page.
     """
     if path is None:

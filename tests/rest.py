@@ -1,10 +1,10 @@
-"""The tests that `make test` leaves out, in shards of some twelve minutes, and the ledger of their last results.
+"""Runs the tests that `make test` skips, in shards of about twelve minutes, and records the results in a ledger.
 
     python -m tests.rest [SHARD …] [--count N] [--again] [--list]
 
-runs the named shards, or the N shards that have waited longest (default: 1), and writes each result to
-`tests/ledger.json`: the number of commits at that time, the revision, the result and the seconds. Age is counted in
-commits and never in days, so that a clone of an old commit passes years later.
+This runs the given shards, or the N shards that have waited longest (default: 1). It writes each result to
+`tests/ledger.json`: the number of commits in the history, the revision, the result and the seconds. The age of a
+result is counted in commits, not in days, so that a clone of an old commit passes years later.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PYTEST = (
 )
 COMING = "coming Keras"
 SCORED = "mutation score of"
-# Packages with tests that start no processes; see mutation_score.py.
+# Packages with tests that do not start processes; see mutation_score.py.
 PACKAGES = ("cluster", "tracing", "checkpoint", "coordinator", "launch", "doctor", "measuring", "parity")
 MOST_LOST = 0.02
 T = TypeVar("T")
@@ -52,11 +52,11 @@ class Entry:
     """The last run of a shard.
 
     Args:
-        commits: The number of commits of the tree that was tested.
-        revision: The commit, shortened.
+        commits: The number of commits in the history of the tested tree.
+        revision: The abbreviated hash of the commit.
         passed: Whether all tests of the shard passed.
         seconds: The duration of the run.
-        score: Of a mutation shard, the share of changes that the tests noticed.
+        score: For a mutation shard, the share of changes that the tests detected.
     """
 
     commits: int
@@ -67,7 +67,7 @@ class Entry:
 
 
 def shards() -> dict[str, tuple[str, ...]]:
-    """Returns each shard's arguments for Python."""
+    """Returns the arguments for Python of each shard."""
     nox = ("-m", "nox", "--session")
     sliced = {
         "full": (10, lambda part: (*PYTEST, "--full", "--rest", "--part", part)),
@@ -89,18 +89,18 @@ def shards() -> dict[str, tuple[str, ...]]:
 
 
 def third_of(part: str) -> str:
-    """Returns a third of a part of the tests, another third in the next turn: with own processes, they take long."""
+    """Returns a third of a part, and a different third in the next turn, because tests without forks are slow."""
     index, number = map(int, part.split("/"))
     return f"{index + number * (turn.turn() % 3)}/{3 * number}"
 
 
 def part_of(items: Sequence[T], part: str, key: Callable[[T], str] = str) -> list[T]:
-    """Returns the items of part "2/8": an eighth of all possible keys, so that items of one key stay together.
+    """Returns the items of a part such as "2/8": an eighth of all possible keys. Items with one key stay together.
 
-    A new item does not move others to another part, so that results of parts stay valid.
+    New items do not move other items to a different part, so the results of parts remain valid.
 
     Raises:
-        ValueError: `part` is not of this form.
+        ValueError: `part` does not have this form.
     """
     index, number = map(int, part.split("/"))
     if not 1 <= index <= number:
@@ -120,7 +120,7 @@ def write(entries: Mapping[str, Entry]) -> None:
 
 
 def oldest(entries: Mapping[str, Entry], names: Iterable[str], now: int) -> list[str]:
-    """Returns the names, the shard that waited longest first; among equals, the turn decides."""
+    """Returns the names of shards, starting with the longest wait. The turn decides between equal waits."""
     listed = sorted(names)
     return sorted(
         listed,
@@ -132,7 +132,7 @@ def oldest(entries: Mapping[str, Entry], names: Iterable[str], now: int) -> list
 
 
 def overdue(entries: Mapping[str, Entry], now: int) -> list[str]:
-    """Returns what is wrong with the ledger: shards that failed, or that did not run for too many commits."""
+    """Returns the problems in the ledger: shards that failed, or that did not run for too many commits."""
     failed = [f"{name} failed" for name, entry in entries.items() if not entry.passed]
     return failed + [
         f"{name} did not run for {now - entry.commits} commits"
@@ -142,7 +142,7 @@ def overdue(entries: Mapping[str, Entry], now: int) -> list[str]:
 
 
 def run(name: str, before: Entry | None = None) -> Entry:
-    """Runs a shard; a mutation score may be lower than before by `MOST_LOST`."""
+    """Runs a shard. A mutation score may be lower than before by at most `MOST_LOST`."""
     revision = ["git", "rev-parse", "--short=12", "HEAD"]
     said = subprocess.run(revision, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     command = [sys.executable, *shards()[name]]
@@ -158,7 +158,7 @@ def run(name: str, before: Entry | None = None) -> Entry:
 
 
 def main() -> int:
-    """Runs the command line; 1 if a shard fails."""
+    """Runs the command line; returns 1 if a shard fails."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("shards", nargs="*", metavar="SHARD", help="shards to run, for example 'full 2/10'")
     parser.add_argument("--count", type=int, default=1, help="number of shards to run (default: 1)")

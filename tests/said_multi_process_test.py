@@ -1,4 +1,4 @@
-"""What strategies say of themselves: the chief's line, `repr`, and what `KDIST_LOG` adds; never on stdout."""
+"""The log lines and the `repr` of strategies: the chief logs one line, `KDIST_LOG` adds more, and never on stdout."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_process_alone_says_nothing_unless_it_is_asked_to(backend: str, level:
 
 
 def names() -> list[str]:
-    """What strategies of one process are called, made, half made, and a user's own."""
+    """Returns the `repr` of strategies in one process: of complete, incomplete and custom strategies."""
     import kdist
 
     class Own(kdist.MirroredStrategy):

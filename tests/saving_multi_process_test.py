@@ -1,4 +1,4 @@
-"""Keras's own files under a strategy: written once, complete on return on every worker, plain Keras's contents."""
+"""Keras's files under a strategy: written once, complete on every worker on return, with plain Keras's contents."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.helpers.models import network, state_of
 from tests.helpers.processes import BACKENDS, each_backend, full_unless, rank, run, start_pool, strategy
 from tests.helpers.scripts import environments_of, started
 
-# Everything named in_worker_… runs in the workers of a pool, and returns what the tests compare.
+# Functions named in_worker_… run in the workers of a pool, and return values that the tests compare.
 
 
 make_model = functools.partial(network, 4, 1, optimizer="adam", rate=0.05, metrics=["mae"], seed=5)
 
 
 class Written:
-    """Within this, the names of the files that this worker writes for a model are noted."""
+    """A context that records the names of the files that this worker writes for a model."""
 
     def __init__(self):
         self.names = []
@@ -52,7 +52,7 @@ class Written:
 
 
 def in_worker_save(folder):
-    """Saves in every way; returns the state, who wrote what, and the state that each file gives at once."""
+    """Saves in every way; returns the state, the files that this worker wrote, and the state loaded from each file."""
     import keras
 
     model = make_model(scope=strategy().scope())
@@ -64,12 +64,12 @@ def in_worker_save(folder):
 
     with Written() as written:
         if rank() == 0:
-            time.sleep(0.3)  # the others come first
+            time.sleep(0.3)  # the other workers save first
         model.save(f"{folder}/same.keras")
         load("same.keras")
         if rank() != 0:
-            time.sleep(0.3)  # and now last
-        model.save(f"{folder}/kept.keras", overwrite=False)  # no question about the chief's new file
+            time.sleep(0.3)  # now the other workers save last
+        model.save(f"{folder}/kept.keras", overwrite=False)  # must not ask about the chief's new file
         keras.saving.save_model(model, Path(folder) / "second.keras")
         load("second.keras")
         model.save(f"{folder}/second.keras")  # the same state again
@@ -92,7 +92,7 @@ def in_worker_save(folder):
         except FileNotFoundError:
             missing += 1
         model.fit(*make_data(), batch_size=6, verbose=0)
-        model.save(f"{folder}/chief.keras")  # the chief has saved other states there
+        model.save(f"{folder}/chief.keras")  # the chief has saved different states there
         load("chief.keras")
     return state_of(model), written.names, loaded, missing
 
@@ -108,7 +108,7 @@ def check_saved(results, folder):
         for name in ("same.keras", "second.keras", "folder"):
             assert_equal(others[name], loaded["same.keras"])
         assert_equal(others[f"own-{index}.keras"], loaded["same.keras"])
-        if index > 0:  # such.keras: the error is each worker's own
+        if index > 0:  # each worker tries to write such.keras, and raises the error
             assert written == [f"own-{index}.keras", "such.keras"]
     assert not [path.name for path in Path(folder).iterdir() if path.name.startswith(".")]
 
@@ -117,12 +117,12 @@ def check_saved(results, folder):
 @each_backend
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_the_chief_writes_and_all_have_the_file_on_return(backend, num_workers, tmp_path):
-    with start_pool(num_workers, backend) as pool:  # what kept workers have saved before counts
+    with start_pool(num_workers, backend) as pool:  # new workers, because earlier saves of a worker matter
         check_saved(pool.run(in_worker_save, str(tmp_path)), tmp_path)
 
 
 def in_worker_doubt(folder):
-    """Where the chief's file cannot be relied on, a worker writes its own, and nobody waits long."""
+    """Saves when worker 1 cannot rely on the chief's file: it writes a file itself, and no worker waits long."""
     import logging
 
     from kdist.training import saving
@@ -137,11 +137,11 @@ def in_worker_doubt(folder):
     start = time.monotonic()
     with Written() as written:
         if rank() == 1:
-            model.save(f"{folder}/other.keras")  # which the chief does not
+            model.save(f"{folder}/other.keras")  # the chief does not save this file
         model.train_on_batch(*make_data())
         seen = saving._stat
         if rank() == 1:
-            saving._stat = lambda path: None  # as in a folder that is not shared
+            saving._stat = lambda path: None  # as in a directory that the workers do not share
         model.save(f"{folder}/both.keras")
         saving._stat = seen
         model.train_on_batch(*make_data())
@@ -169,7 +169,7 @@ def test_in_doubt_a_worker_writes_its_own_file(backend, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["both.keras", "held.keras", "other.keras"]
 
 
-# Other places -------------------------------------------------------------------------------------------------
+# Plain Keras loads the files ----------------------------------------------------------------------------------
 
 
 def in_worker_save_layers(folder, synchronized=False):
@@ -217,7 +217,7 @@ for path in sys.argv[1:]:
 
 @pytest.mark.parametrize(
     ("synchronized", "backend"),
-    # On TensorFlow the layer that knows the other workers is the harder one.
+    # On TensorFlow, the synchronized layer is the harder case.
     [
         pytest.param(synchronized, backend, marks=full_unless(synchronized or backend != "tensorflow"))
         for backend in BACKENDS

@@ -1,4 +1,4 @@
-"""A model of which some parts were created in the scope and others were not: it trains exactly as on one device."""
+"""A model with some parts that were created outside of the scope trains exactly as on one device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.compare import assert_close
 from tests.helpers.processes import each_backend_in_twelve_turns, run, run_plain
 
-# What is created outside.
+# The parts that are created outside of the scope.
 MISTAKES: list[tuple[str, ...]] = [
     ("layer",),
     ("state",),

@@ -1,4 +1,4 @@
-"""What scopes mean for models: which strategy they remember, and where Keras's own methods run."""
+"""Scopes and models: models use the strategy of the scope in which they were created, and otherwise plain Keras."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _remembers_outside():
     with strategy.scope():
         assert kdist.get_strategy() is strategy and kdist.in_cross_replica_context()
         model = _model()
-        # Deeper nesting of the same strategy changes nothing.
+        # A nested scope of the same strategy has no effect.
         with strategy.scope():
             nested = _model()
     assert not kdist.has_strategy()
@@ -35,7 +35,7 @@ def _remembers_outside():
     assert keras_hooks.strategy_of(outside) is None
     losses = [m.fit(*_data(), batch_size=4, epochs=2, shuffle=False, verbose=0) for m in (outside, model)]
     assert np.allclose(losses[0].history["loss"], losses[1].history["loss"], rtol=1e-5)
-    # Fitted in a scope, a model still belongs to where it was made.
+    # If you fit a model in a scope, it keeps the strategy under which it was created.
     inside = _model()
     model.set_weights(inside.get_weights())
     with strategy.scope():
@@ -61,11 +61,11 @@ def test_models_remember_the_strategy_they_were_created_under(backend):
 
 
 def _calls_of_plain_keras():
-    """What Keras's own methods saw: kdist's loop calls none of them."""
+    """Checks that models outside of a scope run Keras's own methods, and not the loops of kdist."""
     from kdist.training import methods
 
     calls = []
-    with pytest.MonkeyPatch.context() as patch:  # the worker is kept for other tests
+    with pytest.MonkeyPatch.context() as patch:  # the worker also runs other tests
         for name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"):
             original = getattr(methods, name)
 
@@ -101,7 +101,7 @@ def _call_models(calls):
     model.fit(x, y, verbose=0)
     model.predict_on_batch(x)
     assert calls == ["fit", "predict_on_batch"]
-    # A clone is a model like any other: it belongs to where it is made.
+    # A clone is a normal model: it uses the strategy under which it was created.
     assert keras.models.clone_model(model) is not model
     clone = keras.models.clone_model(model)
     clone.compile("sgd", "mse")
@@ -115,7 +115,7 @@ def test_models_outside_of_a_scope_run_keras_own_methods(backend):
 
 
 def _scope_rules():
-    """The rules once more with real strategies, and with `tf.distribute` itself where it is there."""
+    """Checks the rules of `context_test.py` with real strategies and, on TensorFlow, with `tf.distribute` itself."""
     import keras
 
     from tests.helpers.processes import strategy as own

@@ -1,4 +1,4 @@
-"""Names and arguments of `tf.distribute`, compared with TensorFlow's own."""
+"""kdist's names and arguments are compatible with `tf.distribute` of the installed TensorFlow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests import names_page
 from tests.helpers.processes import run
 from tests.names_page import join, modules, own, public, reason_of_member, values_of
 
-# Users make none of them: a strategy is made by its subclass, and makes the second; a coordinator makes the others.
+# Users do not create these objects directly, but through subclasses of `Strategy` and through coordinators.
 MADE_INSIDE = {
     *("Strategy", "StrategyExtended"),
     *("coordinator.PerWorkerValue", "experimental.coordinator.PerWorkerValues"),
@@ -47,7 +47,7 @@ def compare_class(name: str, native: type, ours: type) -> Iterator[str]:
 
 
 def differences() -> list[str]:
-    """What `tf.distribute` has, and kdist not, or in another way; run where TensorFlow is."""
+    """Returns the differences between `tf.distribute` and kdist. Needs TensorFlow."""
     import tensorflow as tf
 
     found, known = [], set()

@@ -1,4 +1,4 @@
-"""Who counts as hung, in real processes and by the real clock. By another clock it is in `stalls_test.py`."""
+"""Detection of hung workers in real processes with the real clock; `stalls_test.py` uses a fake clock."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_hung(scripts, name):
 
 
 def uploads(longest, after):
-    """The chief rests in a callback, as if it waited for a server; the other worker waits in the next step.
+    """Trains while the chief waits in a callback, as for a server. The other worker waits in the next step.
 
     A busy machine suspects the chief late. The chief therefore waits for the warning, and then for `after` seconds.
     """
@@ -87,7 +87,7 @@ def uploads(longest, after):
 @pytest.mark.kills(resting_chief_ended="[torch]")
 @each_backend_in_twelve_turns
 def test_a_chief_that_waits_for_an_upload_is_not_ended(backend):
-    # Of a heartbeat of 6 s, it is suspected after 4.2.
+    # With a heartbeat timeout of 6 s, kdist suspects the chief after 4.2 s.
     pool = ForkedPool(2, backend, env={"KDIST_HEARTBEAT_TIMEOUT": 6}, timeout=60)
     try:
         (said, epochs), (others, _) = pool.run(uploads, 40, 3)

@@ -1,4 +1,4 @@
-"""Who counts as hung, by a clock of the test's own: nothing waits here, and no machine is too busy for it."""
+"""Detection of hung workers with a fake clock: the tests do not wait, and a busy machine does not affect them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import pytest
 from kdist.backends import stalls, whereabouts
 from kdist.errors import WorkerLostError
 
-HEARTBEAT = (
-    10.0  # so a worker says after 2 s that it waits, and one that is waited for is suspected after 7 s
-)
+HEARTBEAT = 10.0  # so a worker publishes after 2 s that it waits, and kdist suspects a worker after 7 s
 
 
 class Ended(Exception):
-    """Raised where the process would end."""
+    """Raised instead of ending the process."""
 
 
 class Board(stalls.Board):
@@ -45,7 +43,7 @@ class Board(stalls.Board):
 
 
 class Watched:
-    """The thread that is watched: it stands at one of two lines, and goes to the other when told to."""
+    """The watched thread: it waits at one of two lines, and `move` makes it continue to the other line."""
 
     def __init__(self):
         self.lines = [threading.Semaphore(0), threading.Semaphore(0)]
@@ -78,7 +76,7 @@ class Watched:
 
 
 class Machine(stalls.Machine):
-    """A clock that goes on with each look; `each` is called once a second, with the machine, in between."""
+    """A fake clock that advances with each pause, and calls `each` with the machine once per second."""
 
     def __init__(self, each, until):
         self.time = self.cpu = 0.0
@@ -119,7 +117,7 @@ def watched(monkeypatch):
 
 
 def watch(board, each=lambda machine: None, until=60.0):
-    """Watches for a minute by that clock; returns the machine, which says how and when the process has ended."""
+    """Watches for a minute of the fake clock; returns the machine with the exit code and time of the process."""
     machine = Machine(each, until)
     machine.watching = stalls.StallWatch(board, ["worker 0", "worker 1"], 1, machine)
     with contextlib.suppress(Ended):
@@ -277,7 +275,7 @@ def test_to_wait_for_a_thread_that_waits_is_to_wait(watched):
 
 
 def test_a_watch_that_could_not_look_does_not_judge(watched):
-    # As after a laptop's sleep, or a call into C++ that lets no other thread run.
+    # For example, after a laptop's sleep, or after a C++ call that blocks all other threads.
     def sleeps(machine):
         if machine.whole == 5:
             machine.time += 6

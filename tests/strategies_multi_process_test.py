@@ -1,4 +1,4 @@
-"""The strategies' constructors: signatures of `tf.distribute`, devices, and what they refuse."""
+"""The constructors of strategies: they have the signatures of `tf.distribute`, and refuse invalid arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.scripts import Script
 
 
 def parameters_of(function):
-    """Names and defaults, without `self` and without what may only be given by name."""
+    """Returns the names and defaults of parameters, without `self` and keyword-only parameters."""
     found = []
     for name, parameter in inspect.signature(function).parameters.items():
         if name == "self" or parameter.kind in (
@@ -134,7 +134,7 @@ def test_cross_device_ops():
 
 
 def refused():
-    """What each wrong construction raises: name, classes and message."""
+    """Returns the error of each invalid construction: its name, classes and message."""
     wrong = {
         "no such GPU": lambda: kdist.MirroredStrategy(["gpu:7"]),
         "one of them missing": lambda: kdist.MirroredStrategy(["cpu:0", "gpu:9"]),
@@ -184,11 +184,12 @@ REFUSED = {
 
 @each_backend
 def test_what_cannot_work_is_refused(backend):
-    # Without GPUs, whatever this machine has.
+    # The workers do not see GPUs, even if this machine has them.
     found = run(backend, 1, refused)[0]
     for name, (kind, word) in REFUSED.items():
         actual, classes, message = found[name]
-        if backend == "torch" and name == "too late for more CPUs":  # its replicas are threads: it never is
+        # Replicas on PyTorch are threads, so it is never too late.
+        if backend == "torch" and name == "too late for more CPUs":
             assert actual == "no error"
             continue
         assert "KdistError" in classes and "ValueError" in classes, f"{name}: {actual} {message}"
@@ -226,7 +227,7 @@ def test_logical_cpus_that_come_too_late(backend, tmp_path):
     assert one == "MADE 1"
 
 
-# What strategies know and do ----------------------------------------------------------------------------------
+# Properties and results of strategies -------------------------------------------------------------------------
 
 
 def resolvers():
@@ -274,7 +275,7 @@ def test_cluster_resolver_of_two_workers(backend):
 
 
 def train(make):
-    """The numbers of two epochs under a strategy, or without one."""
+    """Trains two epochs with or without a strategy; returns the history, the predictions and the weights."""
     import contextlib
 
     import keras
@@ -326,6 +327,6 @@ def where():
 
 
 def test_one_device_strategy_places_variables_on_its_device():
-    # Only TensorFlow and JAX tell their logical CPUs apart.
+    # PyTorch does not distinguish logical CPUs.
     first, second = run("tensorflow", 1, where)[0]
     assert first.endswith("CPU:0") and second.endswith("CPU:1")

@@ -1,4 +1,4 @@
-"""Strategy × backend × capability: what works, or says why not; the page of the docs is made from it."""
+"""Strategy × backend × capability: each works or raises a clear error. A page of the docs is generated from this."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.turn import turn
 def _cells():
     for index, name in enumerate(support.STRATEGIES):
         for place, backend in enumerate(BACKENDS):
-            # In `make test` a strategy on a backend, in turn; a gap costs nothing.
+            # `make test` runs each strategy on one backend per turn, and all gaps, because they take no time.
             today = place == (index + turn()) % 3
             is_pair = today or gaps.find(name.rpartition(".")[2], backend, "create") is not None
             marks = [*full_unless(is_pair), pytest.mark.xdist_group(f"pool-{backend}")]

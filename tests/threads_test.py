@@ -23,7 +23,7 @@ def test_one_replica_runs_at_a_time_in_the_same_order(threads):
         for step in range(20):
             running.append(index)
             assert len(running) == 1
-            time.sleep(0.0005)  # would let another thread in
+            time.sleep(0.0005)  # would let another thread run
             order.append(index)
             running.pop()
             total = baton.meet(index, ("sum", step), index + step, sum)
@@ -52,7 +52,7 @@ def test_an_error_in_one_replica_ends_all_and_keeps_its_type(threads, failing, m
     with pytest.raises(ZeroDivisionError, match="mine") as caught:
         threads.run(body)
     assert caught.value.__notes__ == [f"Raised in replica {failing}."]
-    # Replicas that had not begun need not begin; whoever began has ended.
+    # Replicas that had not started need not start. All replicas that started have ended.
     assert failing in ended
     assert len(ended) == len(set(ended))
     assert threads.run(lambda index, baton: index) == [0, 1, 2]
@@ -98,14 +98,15 @@ def test_ctrl_c_in_the_first_replica_waits_for_the_others(threads):
         baton.meet(index, ("sum", None), 0, sum)
         if index == 1:
             deadline = time.monotonic() + 20
-            while baton.error is None:  # until the first, which waits for its turn, has noticed
+            # Waits until the first replica, which waits for its turn, detects the signal.
+            while baton.error is None:
                 assert time.monotonic() < deadline
-                # Once more: Python loses sight of one that comes just before the lock is waited for.
+                # Sent repeatedly, because Python can miss a signal just before it waits for a lock.
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
                 again = time.monotonic() + 0.5
                 while baton.error is None and time.monotonic() < again:
                     time.sleep(0.001)
-            time.sleep(0.05)  # it must not end meanwhile, however long this takes
+            time.sleep(0.05)  # the first replica must not end during this time
             seen.append("the second went on until the next meeting")
         try:
             baton.meet(index, ("sum", None), 0, sum)

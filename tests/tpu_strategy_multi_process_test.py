@@ -1,4 +1,4 @@
-"""`TPUStrategy` where no TPU is: recorded environments of the runtime, and logical CPU devices in place of TPUs."""
+"""`TPUStrategy` without a TPU: uses recorded environments of the runtime, and logical CPU devices instead of TPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kdist.testing import free_ports
 from tests.helpers.processes import each_backend, run
 from tests.helpers.scripts import finished
 
-# Two slices of one host each, as GKE sets it (but for the port, which must be free here).
+# The variables that GKE sets for two slices of one host each. The test uses a different port, which must be free.
 _SLICES = {
     "TPU_WORKER_HOSTNAMES": "127.0.0.1",
     "TPU_WORKER_ID": "0",
@@ -45,7 +45,7 @@ _TRAINS = """
 
 
 def _by_hand(x, y):
-    """The weight after an epoch of batches of four rows."""
+    """Returns the weight after an epoch with batches of four rows."""
     weight = 0.0
     for rows in (slice(0, 4), slice(4, 7)):
         weight -= 0.1 * float(np.mean(2 * (weight * x[rows] - y[rows]) * x[rows]))

@@ -1,6 +1,6 @@
-"""Which part of a product `make test` runs today: the choice moves on with every commit, so that nothing is left out.
+"""Chooses the tests that `make test` runs: the choice changes with every commit, so that all tests run regularly.
 
-A test of a pool meets each backend within three turns, and a case of the contract each kind of storage within eighteen.
+For example, a test with the mark `in_turn(3)` and one item per backend runs on each backend within three turns.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def turn() -> int:
 
 
 def leave_out(items: Iterable[pytest.Item]) -> None:
-    """Marks items `full` whose test has the mark `in_turn(number)`, except every `number`-th of them.
+    """Marks the items of tests with `in_turn(number)` as `full`, except every `number`-th item.
 
-    With every turn the next items run. The first item depends on the module: its tests use one backend per turn, and
-    share its workers.
+    Each turn runs the next items. The first item depends on the module, so that all tests of a module use the same
+    backend in a turn and share its workers.
     """
     places: collections.Counter[str] = collections.Counter()
     for item in items:

@@ -1,4 +1,4 @@
-"""The mark `in_turn`: a part of the items of a test per turn, and every item within the number of turns in the mark."""
+"""The mark `in_turn(number)`: each turn runs a part of the items of a test, and `number` turns run all items."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Two hosts: two network namespaces joined by a veth pair, `kdist run --hosts` in each.
+"""`kdist run --hosts` on two hosts, which are two network namespaces that a veth pair connects.
 
-Skipped, with the reason, where namespaces cannot be made (that takes root, or the right to it) or `ip` is missing.
+The tests are skipped if they cannot create namespaces, which needs root or equal permissions, or if `ip` is missing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NETWORK = "10.77.0"
 NETWORK_6 = "fd77"
 
 SMALL = "keras.Sequential([keras.Input((4,)), hidden, keras.layers.Dense(1, kernel_initializer=second)])"
-# The numbers of the small model, but a megabyte of gradients, which are zero.
+# Has the same results as the small model, but a megabyte of additional gradients, which are zero.
 LARGE = """keras.Sequential([keras.Input((4,)), hidden])
         one, other = (keras.layers.Dense(1, kernel_initializer=second) for _ in range(2))
         wide = keras.layers.Dense(50_000, kernel_initializer=first)(model.outputs[0])
@@ -35,13 +35,13 @@ def ip(*arguments, check=True):
 
 
 def link_of(index):
-    """The name of the network interface of a host."""
+    """Returns the name of the network interface of a host."""
     return f"kd{os.getpid() % 100000}-{index}"
 
 
 @pytest.fixture
 def hosts():
-    """The names of two namespaces, with the addresses 10.77.0.1 and 10.77.0.2, and fd77::1 and fd77::2."""
+    """Creates namespaces with the addresses 10.77.0.1 and 10.77.0.2, and fd77::1 and fd77::2; yields their names."""
     if shutil.which("ip") is None:
         pytest.skip("there is no `ip` on this machine: apt-get install iproute2")
     names = [f"kdist-{os.getpid()}-{i}" for i in (0, 1)]
@@ -49,7 +49,7 @@ def hosts():
     with contextlib.ExitStack() as cleanup:
         try:
             for name in names:
-                cleanup.callback(ip, "netns", "del", name, check=False)  # takes its end of the pair with it
+                cleanup.callback(ip, "netns", "del", name, check=False)  # also deletes its link
                 ip("netns", "add", name)
             cleanup.callback(ip, "link", "del", links[0], check=False)
             ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
@@ -86,14 +86,14 @@ def job(hosts, backend, workers, folder, source, addresses, env=None):
         ]
 
 
-# Nothing else listens in a separate namespace.
+# These ports are free, because the namespaces do not contain other processes that listen.
 IPV4 = f"{NETWORK}.1:5000,{NETWORK}.2:5000"
 IPV6 = f"[{NETWORK_6}::1]:5000,[{NETWORK_6}::2]:5000"
 
 
 @pytest.mark.parametrize(
     ("backend", "workers"),
-    # Each worker is a Python of its own, which takes seconds to import its backend: two workers on JAX only.
+    # Each worker is a new Python process, which takes seconds to import its backend, so only JAX has two per host.
     [
         pytest.param(backend, workers, marks=full_unless((workers == 2) == (backend == "jax")))
         for backend, workers in itertools.product(BACKENDS, (1, 2))
@@ -116,10 +116,10 @@ def test_two_hosts_with_ipv6_addresses_train_as_one_device(backend, hosts, tmp_p
         check_numbers(backend, 2, started)
 
 
-# Networks that fail, or are slow ------------------------------------------------------------------------------
+# Failed and slow networks -------------------------------------------------------------------------------------
 
 HEARTBEAT = 6.0
-# Of a busy machine, beyond the heartbeat timeout.
+# Additional seconds for a busy machine, after the heartbeat timeout.
 SLACK = 12.0
 
 ENDLESS = """
@@ -148,7 +148,7 @@ def test_a_partition_ends_both_sides(backend, hosts, tmp_path):
     with job(hosts, backend, 1, tmp_path, ENDLESS, IPV4, env) as started:
         for index, script in enumerate(started):
             script.wait_for(f"TRAINS {index} ")
-        ip("-n", hosts[0], "link", "set", link_of(0), "down")  # both ends lose the carrier
+        ip("-n", hosts[0], "link", "set", link_of(0), "down")  # both ends lose the connection
         start = time.monotonic()
         codes = [script.wait() for script in started]
         seconds = time.monotonic() - start
@@ -167,7 +167,7 @@ def test_a_slow_link_changes_nothing(backend, hosts, tmp_path):
     if shutil.which("tc") is None:
         pytest.skip("there is no `tc` on this machine: apt-get install iproute2")
     for index, name in enumerate(hosts):
-        # An exchange takes longer than the interval at which a worker looks whether the others are alive.
+        # An exchange takes longer than the interval at which a worker checks whether the others are alive.
         limit = ("tbf", "rate", "4mbit", "burst", "4kb", "latency", "2s")
         tc = ["tc", "-n", name, "qdisc", "add", "dev", link_of(index), "root", *limit]
         done = subprocess.run(tc, capture_output=True, text=True, timeout=20, check=False)

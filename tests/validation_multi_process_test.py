@@ -1,4 +1,4 @@
-"""Validation data at their corners: no rows, fewer rows than workers, and generators that end early."""
+"""Edge cases of validation data: no rows, fewer rows than workers, and generators that end early."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept of variables goes with them, and is nobody else's."""
+"""A `VariableTable` deletes an entry with its variable, and never returns it for a different variable."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kdist.backends.variable_table import VariableTable
 
 
 class Variable:
-    """As one of Keras's: compared by value, and not to be hashed."""
+    """A fake of a Keras variable: it compares by value and is not hashable."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -39,7 +39,7 @@ def test_an_entry_goes_with_its_variable():
 
 @pytest.mark.kills("variable_of_an_old_id_known")
 def test_an_id_that_is_used_again_finds_nothing(monkeypatch: pytest.MonkeyPatch):
-    # As if all had the same; the first one's end must not take the second one's entry either.
+    # All variables have the same id. The end of the first variable must not delete the entry of the second.
     monkeypatch.setattr(variable_table, "id", lambda variable: 7, raising=False)
     table: VariableTable[str] = VariableTable()
     first, second = Variable(), Variable()

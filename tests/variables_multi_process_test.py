@@ -1,4 +1,4 @@
-"""Variables, metrics and optimizers outside of replicas: every way to use them gives what it gives in plain Keras."""
+"""Variables, metrics and optimizers outside of replicas: every way to use them has the results of plain Keras."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.ways import WAYS
 
 
 def in_worker(folder: str, under_strategy: bool) -> dict[str, dict[str, Any]]:
-    """What the ways give inside of a scope, after it, and in a callback of `fit`."""
+    """Returns the result of each way to use a variable inside of a scope, after it, and in a callback of `fit`."""
     import keras
 
     from tests.ways.things import Things, try_way
@@ -52,14 +52,14 @@ def seen_of(things: Any) -> Any:
 
 
 def trying(folder: str, found: dict[str, Any]) -> Any:
-    """A callback: no module of this one's may import Keras in the process of pytest."""
+    """Returns a callback. The class is local, because the process of pytest must not import Keras."""
     import keras
 
     from tests.ways.things import Things, try_way
 
     class Callback(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            # Of the model that trains.
+            # Uses the optimizer of the model in training.
             optimizer = self.model.optimizer
             found.setdefault("steps", []).append([float(optimizer.learning_rate), int(optimizer.iterations)])
             optimizer.learning_rate = float(optimizer.learning_rate) / 2
@@ -93,11 +93,11 @@ def is_close(actual: Any, expected: Any) -> bool:
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, Any]:
-    """What plain Keras gives, for each backend."""
+    """A cache for the results of plain Keras on each backend."""
     return {}
 
 
-# TensorFlow traces each way anew, and takes half a minute with each number of workers.
+# TensorFlow traces each way separately, and needs half a minute for each number of workers.
 PAIRS = [(backend, number) for backend in BACKENDS for number in (1, 2)]
 FULL = {("tensorflow", 2), ("jax", 1)}
 

@@ -1,8 +1,8 @@
-"""Which versions of Python, Keras and the backends kdist is tested with: `make matrix`, and what is known of its runs.
+"""Defines the tested versions of Python, Keras and the backends for `make matrix`, and records the results.
 
     python -m tests.versions NAME RESULTS
 
-notes in docs/versions.json what the contract found (`--contract-results`) in the environment of this Python.
+This writes the results of the contract (`--contract-results`) in this Python's environment to docs/versions.json.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PAGE = ROOT / "docs" / "versions.md"
 BEGIN = "<!-- versions: written by `python -m tests.pages`, do not edit -->"
 END = "<!-- end of the versions -->"
 
-# As they are called on the page, and the names of the packages that may be them.
+# Names on the page, and possible names of the installed packages.
 BACKENDS = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "PyTorch"}
 PACKAGES = {
     "keras": ("keras", "keras-nightly"),
@@ -46,12 +46,12 @@ class Environment:
     """Versions that are installed together.
 
     Args:
-        name: What the environment is called.
+        name: The name of the environment.
         python: The version of Python.
-        backends: Whose cells of the contract are run.
-        packages: What pip installs.
-        pinned: Whether those of constraints.txt are installed where `packages` leaves it open.
-        alone: What pip installs last, without what it depends on, in place of Keras.
+        backends: The backends on which the contract runs.
+        packages: The packages that pip installs.
+        pinned: Whether constraints.txt determines the versions that `packages` does not set.
+        alone: The package that pip installs last, without its dependencies, instead of Keras.
     """
 
     name: str
@@ -72,7 +72,7 @@ ENVIRONMENTS = (
         pinned=False,
     ),
     Environment("newest", "3.11", tuple(BACKENDS), (*_NEW, "keras", "tensorflow-cpu", "jax", "torch")),
-    # Newer than what constraints.txt has for development: JAX's newest need Python 3.12.
+    # These versions are newer than in constraints.txt, because the newest JAX needs Python 3.12.
     Environment("Python 3.12", "3.12", ("tensorflow", "jax"), _NEWEST, pinned=False),
     Environment("Python 3.13", "3.13", ("tensorflow", "jax"), _NEWEST, pinned=False),
     Environment(
@@ -86,7 +86,7 @@ ENVIRONMENTS = (
 
 
 def installed() -> Iterator[tuple[str, str]]:
-    """Yields what is in this Python's environment, and its version."""
+    """Yields the names and versions of Python and of the packages in its environment."""
     yield "python", platform.python_version()
     found = {str(one.metadata["Name"]).lower().replace("_", "-"): one.version for one in _distributions()}
     for name, candidates in PACKAGES.items():
@@ -94,15 +94,16 @@ def installed() -> Iterator[tuple[str, str]]:
 
 
 def _distributions() -> Iterator[importlib.metadata.Distribution]:
-    yield from reversed([*importlib.metadata.distributions()])  # the first of a name is what is imported
+    # Python imports the first distribution of a name, so this yields it last.
+    yield from reversed([*importlib.metadata.distributions()])
 
 
 def note(name: str, results: dict[str, str]) -> bool:
-    """Notes what the contract has found in this environment; returns whether all that was run has passed.
+    """Records the results of the contract in this environment; returns whether all cells passed.
 
     Args:
-        name: Of the environment.
-        results: Cells and their outcomes.
+        name: The name of the environment.
+        results: The cells and their outcomes.
     """
     notes = json.loads(NOTES.read_text(encoding="utf-8")) if NOTES.exists() else {}
     cells = {}
@@ -117,7 +118,7 @@ def note(name: str, results: dict[str, str]) -> bool:
     return bool(cells) and all(passed == run for passed, run in cells.values())
 
 
-# "newest" is newest for its Python: it is pinned in constraints.txt.
+# "newest" contains the newest versions for Python 3.11, which constraints.txt pins.
 _TITLES = {"newest": "development", "coming Keras": "Keras nightly"}
 
 
@@ -145,7 +146,7 @@ def _cell(noted: dict[str, Any], key: str) -> str:
 
 
 def page() -> str:
-    """Returns the page with the table as it would be written today."""
+    """Returns the text of the page with the current table."""
     text = PAGE.read_text(encoding="utf-8")
     head, _, rest = text.partition(BEGIN)
     _, _, tail = rest.partition(END)

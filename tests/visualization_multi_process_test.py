@@ -1,4 +1,4 @@
-"""`kdist.visualize`: the rows and the parts of variables that each device has, compared with values by hand."""
+"""`kdist.visualize` returns the rows and the parts of variables on each device, compared with values by hand."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_parts_of_variables_are_where_the_strategy_puts_them(backend, kind):
     if kind == "parallel":
         assert first["small/up/kernel"] == ((0, 8), (0, 8)) and second["small/up/kernel"] == ((0, 8), (8, 16))
         assert first["small/down/kernel"] == WHOLE["small/down/kernel"] == second["small/down/kernel"]
-        # On JAX all devices along the axis "model" compute the same rows.
+        # On JAX, all devices along the axis "model" compute the same rows.
         assert shown.rows["worker 1, cpu:0"] == ((0, 8) if backend == "jax" else (4, 8))
     else:
         assert first["small/down/kernel"] == ((0, 8), (0, 6)) and second["small/down/kernel"] == (

@@ -1,4 +1,4 @@
-"""For whom a process waits while a job comes together: those that are missing, said at growing intervals."""
+"""Log lines that name the missing workers while a process waits for a job to start, at growing intervals."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def test_nothing_is_said_where_nobody_is_missing_or_the_time_is_up(now, caplog):
     one.note([])
     assert one.missing == frozenset()
     now[0] += 30
-    one.note([1])  # an error is what comes now
+    one.note([1])  # after the timeout, the caller raises an error
     assert one.missing == {1}, "which names those"
     assert caplog.messages == []
 
 
 def test_what_was_not_said_in_time_is_said_once(now, caplog):
     one = Waiting(NAMES, 300.0)
-    now[0] += 33  # a look that took long
+    now[0] += 33  # a slow check
     one.note([0])
     one.note([0])
     assert caplog.messages == ["waiting for worker 0 (host0:1) to join (33 of 300 s)"]

@@ -1,4 +1,4 @@
-"""Sums in shared memory. Each worker is a thread here."""
+"""Workers sum up in shared memory. Each worker is a thread here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECONDS = 60.0
 
 
 def on_workers(count, function, seconds=SECONDS, change=lambda offers: offers, fails=()):
-    """Connects workers, and calls a function with the memory and the index of each; returns the results."""
+    """Connects workers, calls a function with each worker's memory and index, and returns the results."""
     offers = [Offer(index, count, True) for index in range(count)]
     described = change([offer.description for offer in offers])
     barrier, answers = threading.Barrier(count), [True] * count
@@ -77,7 +77,7 @@ def test_sums_in_any_order_of_waiting(count, seed):
     expected = [np.stack(parts).astype("float64").sum(0) for parts in zip(*everyone, strict=True)]
     for found in on_workers(count, work):
         for ours, others, total in zip(found, everyone[0], expected, strict=True):
-            # Multiples of 1/8 are exact, except sums that need more digits than bfloat16 has.
+            # Multiples of 1/8 are exact, except for sums that need more digits than bfloat16 has.
             assert ours.dtype == others.dtype
             is_short = ours.dtype == ml_dtypes.bfloat16
             np.testing.assert_allclose(

@@ -1,7 +1,7 @@
-"""The conformance suite of a backend: small trainings whose numbers must be those of one device.
+"""The conformance suite of a backend: small models must have the results of one device under every strategy.
 
-A case is a function that trains a small model with plain Keras and returns numbers. It is run twice: without
-a strategy on one device, and in the scope of a strategy. `compare` holds both against each other.
+A case is a function that trains a small model with plain Keras and returns numbers. It runs twice: without a
+strategy on one device, and in the scope of a strategy. `compare` checks that both runs agree.
 """
 
 from __future__ import annotations

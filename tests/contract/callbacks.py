@@ -1,4 +1,4 @@
-"""Callbacks that decide: all workers must decide alike, and as one device would."""
+"""Callbacks that stop or change training: all workers must decide alike, and as one device does."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def after_each_batch() -> Numbers:
 
 
 class _Enough(keras.callbacks.Callback):
-    """Has seen enough after two batches of evaluating or predicting; notes the losses on the way."""
+    """Stops after two batches of an evaluation or a prediction, and records the losses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,10 +86,10 @@ def stop_evaluating_and_predicting() -> Numbers:
     model = a.mlp()
     model.compile(keras.optimizers.SGD(0.1), "mse")
     enough = _Enough()
-    # In batches of 7 rows: two of the six are used.
+    # With batches of 7 rows, only two of the six batches are used.
     sizes: dict[str, Any] = {"batch_size": 7, "verbose": 0, "callbacks": [enough]}
     predicted = model.predict(x, **sizes)
     score = model.evaluate(x, y, **sizes)
     history = a.fit(model, x, y, validation_data=(x, y), validation_batch_size=7, callbacks=[enough])
-    rest = model.predict(x[20:], batch_size=7, verbose=0)  # it begins anew: all 18 rows
+    rest = model.predict(x[20:], batch_size=7, verbose=0)  # starts from the beginning: all 18 rows
     return a.numbers(model, history, predicted=predicted, score=score, seen=enough.seen, rest=rest)

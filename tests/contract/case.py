@@ -1,6 +1,6 @@
-"""What a conformance case is, which ones there are, how they are run and what is compared.
+"""Defines, lists, runs and compares the conformance cases.
 
-Cases are read from their source: listing them imports neither Keras nor a framework.
+The list of cases comes from their source code, so that it imports neither Keras nor a framework.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-# Name -> value. Arrays of any shape; every number of both runs is compared.
+# Name -> value. The arrays have any shape; the comparison covers every number of both runs.
 Numbers = dict[str, Any]
 
-# New ones go to the end: which pairs `make test` has follows from the order.
+# Append new modules: the order determines the pairs that `make test` runs.
 MODULES = (
     "data",
     "losses",
@@ -32,22 +32,23 @@ MODULES = (
     "ecosystem",
 )
 
-# float32 sums over other groups of rows differ in the last digits; an error in the contract is far larger.
+# float32 sums over different groups of rows differ in the last digits; an error in the contract is far
+# larger.
 RTOL, ATOL = 1e-5, 2e-6
 
 
 @dataclass(frozen=True)
 class Case:
-    """One promise of the global-batch contract.
+    """One guarantee of the global-batch contract.
 
     Args:
-        name: Of a function that returns the numbers to compare, in the scope of a strategy or without one.
-        group: Name of the module, for the table.
-        title: What a user would call it; shown in the support table.
-        rtol: Relative tolerance.
-        atol: Absolute tolerance, for numbers near zero.
-        backends: The backends that the case makes sense on.
-        why_not_all: Where `backends` are not all: the reason.
+        name: The name of a function that returns the numbers to compare, with or without a strategy's scope.
+        group: The name of the module, for the table.
+        title: The user's name for the feature, in the support table.
+        rtol: The relative tolerance.
+        atol: The absolute tolerance, for numbers near zero.
+        backends: The backends that can run the case.
+        why_not_all: The reason if `backends` do not contain all backends.
         needs: A package that the case imports, and that may be missing.
     """
 
@@ -69,7 +70,7 @@ def case(
     why_not_all: str = "",
     needs: str = "",
 ) -> Callable[[Callable[[], Numbers]], Callable[[], Numbers]]:
-    """Marks a function as a case; what is passed, all of it literals, is read from the source."""
+    """Marks a function as a case. All arguments must be literals, because they are read from the source."""
     return lambda function: function
 
 
@@ -90,10 +91,10 @@ assert len(CASES) == len(_ALL), "two cases have the same name"
 
 
 def run_case(name: str, strategy: Any = None) -> Numbers:
-    """Runs a case, in the scope of a strategy or without one.
+    """Runs a case, in the scope of a strategy or without a strategy.
 
     Args:
-        name: Of the case.
+        name: The name of the case.
         strategy: A kdist strategy; `None` for plain Keras on one device.
 
     Returns:
@@ -114,11 +115,11 @@ def run_case(name: str, strategy: Any = None) -> Numbers:
 
 
 def compare(case: Case, expected: Numbers, actual: Numbers) -> None:
-    """Raises an `AssertionError` that names the number unless both runs agree to the case's tolerances.
+    """Raises an `AssertionError` that names the number if both runs differ by more than the tolerances.
 
     Args:
         case: The case.
-        expected: The numbers of one device; all of them finite, since NaN would agree with NaN.
+            expected: The results of one device. All must be finite, because NaN would match NaN.
         actual: The numbers under a strategy.
     """
     assert expected.keys() == actual.keys(), f"{case.name}: {sorted(expected)} != {sorted(actual)}"

@@ -1,4 +1,4 @@
-"""The strategies that the conformance suite runs under."""
+"""Defines the strategies of the conformance suite."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 
 class Without(NamedTuple):
-    """A case that cannot hold under a strategy, on some backends.
+    """A case that cannot pass under a strategy, on some backends.
 
     Args:
-        case: Its name.
+        case: The name of the case.
         backends: The backends.
         why: The reason.
-        is_error: Whether it is an `UnsupportedError`; else the numbers are others.
+        is_error: Whether the case raises an `UnsupportedError`; otherwise its numbers differ.
     """
 
     case: str
@@ -24,17 +24,17 @@ class Without(NamedTuple):
 
 @dataclass(frozen=True)
 class Configuration:
-    """A strategy, a number of worker processes and of devices in each.
+    """A strategy, with the number of worker processes and of devices per worker.
 
     Args:
-        name: Short name, for tests.
-        title: For the support table.
-        num_workers: Worker processes.
-        devices_per_worker: Logical CPU devices in each.
-        strategy: Its kind.
-        backends: The backends that can do it.
-        why_not_all: Where `backends` are not all: the reason.
-        without: The cases that cannot hold.
+        name: A short name, for tests.
+        title: The name in the support table.
+        num_workers: The number of worker processes.
+        devices_per_worker: The number of logical CPU devices per worker.
+        strategy: The kind of strategy.
+        backends: The backends that support it.
+        why_not_all: The reason if `backends` do not contain all backends.
+        without: The cases that cannot pass.
     """
 
     name: str
@@ -47,14 +47,14 @@ class Configuration:
     without: tuple[Without, ...] = ()
 
     def can(self, case: str, backend: str) -> bool:
-        """Says whether a case can hold on a backend."""
+        """Returns whether a case can pass on a backend."""
         return backend in self.backends and not any(
             one.case == case and backend in one.backends for one in self.without
         )
 
     @property
     def num_replicas(self) -> int:
-        """Replicas over all workers."""
+        """The number of replicas over all workers."""
         return self.num_workers * self.devices_per_worker
 
 
@@ -62,7 +62,7 @@ _OWN_SERVERS = ("jax", "torch")
 _LOSS_SCALING = (
     "`LossScaleOptimizer` needs all gradients, but each server receives a part; kdist raises an error"
 )
-# What cannot be where the optimizer's steps are made by servers, each of which has parts of the variables.
+# Cases that fail if servers make the optimizer's steps, because each server has only a part of the variables.
 _NOT_ELSEWHERE = (
     Without(
         "newer_optimizers",
@@ -160,14 +160,14 @@ _servers: list[Any] = []
 
 
 def _along_the_model(path: str, shape: tuple[int, ...]) -> tuple[str | None, ...]:
-    """Divides the last axis of a variable over "model", and its first over "batch", where they can be."""
+    """Shards the last axis over "model" and the other axes over "batch", if their lengths are even."""
     *others, last = shape
     first = ("batch" if axis == 0 and length % 2 == 0 else None for axis, length in enumerate(others))
     return (*first, "model" if last % 2 == 0 else None)
 
 
 def _parameter_server(configuration: Configuration) -> Any:
-    """In the first process the strategy; the others work for it, the last two as servers."""
+    """Returns the strategy in the first process. The others work for it; the last two are servers."""
     import kdist
 
     resolver = kdist.cluster_resolver.TFConfigClusterResolver()
@@ -186,9 +186,9 @@ def _parameter_server(configuration: Configuration) -> Any:
 
 
 def make_strategy(name: str) -> Any:
-    """Returns the strategy of a configuration; one a process, created at the first call.
+    """Returns the strategy of a configuration. The first call in each process makes it.
 
-    `None` in a process that works for another one's.
+    Returns `None` in a process that works for another process's strategy.
     """
     import kdist
 

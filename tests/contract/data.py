@@ -1,4 +1,4 @@
-"""Kinds of data, and batches that the replicas do not divide."""
+"""Kinds of data, and batches that the replicas cannot split evenly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _compiled(**arguments: object) -> keras.Model:
 def uneven_batches() -> Numbers:
     x, y = a.regression()
     model = _compiled()
-    odd = a.BATCH - 1  # two replicas do not divide it, and three do not divide the last one, of eight rows
+    odd = a.BATCH - 1  # odd, so two replicas cannot split it; three cannot split the last batch of eight
     history = a.fit(model, x, y, batch_size=odd)
     predicted = model.predict(x, batch_size=odd, verbose=0)
     scores = model.evaluate(x, y, batch_size=odd, verbose=0)
@@ -135,8 +135,8 @@ def dictionaries() -> Numbers:
     history = a.fit(model, x, y, validation_data=(x, y))
     predicted = a.predict(model, x)
     if keras.backend.backend() == "tensorflow" and keras.__version__.startswith("3.16"):
-        # Keras's own loop gives every batch the same weight in the outputs' losses there, a short one too, so
-        # that they do not add up to the loss; see docs/versions.md.
+        # In Keras's own loop, the outputs' losses there give every batch the same weight, even a short batch.
+        # They therefore do not add up to the loss; see docs/versions.md.
         for name in [name for name in history.history if name.endswith(("kind_loss", "value_loss"))]:
             del history.history[name]
     return a.numbers(model, history, value=predicted["value"], kind=predicted["kind"])

@@ -1,4 +1,4 @@
-"""Layers with state or structure of their own."""
+"""Layers with custom state or structure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.contract.case import Numbers, case
 @case("synchronized `BatchNormalization`")
 def synchronized_batch_normalization() -> Numbers:
     x, y = a.regression()
-    # Without kdist, Keras knows the argument on TensorFlow only; on one device it changes nothing.
+    # Without kdist, Keras supports the argument only on TensorFlow. On one device it changes nothing.
     synchronized = kdist.has_strategy() or keras.backend.backend() == "tensorflow"
     model = keras.Sequential(
         [
@@ -101,7 +101,7 @@ def attention() -> Numbers:
 
 
 class Counting(keras.layers.Layer):
-    """Counts steps and keeps a moving mean, in variables without a declared aggregation."""
+    """Counts steps and keeps a moving mean in variables without an explicit aggregation."""
 
     def build(self, shape: Any) -> None:
         self.steps = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False)

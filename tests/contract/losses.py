@@ -1,4 +1,4 @@
-"""Reductions, masks, custom losses and regularisers: the denominators of the global batch."""
+"""Reductions, masks, custom losses and regularizers: the denominators of the global batch."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def scalar_loss_with_weights() -> Numbers:
 @case("weight and activity regularizers")
 def regularizers() -> Numbers:
     model = a.mlp(kernel_regularizer=keras.regularizers.L2(0.1), bias_regularizer=keras.regularizers.L1(0.01))
-    # In one layer only: of several layers' losses, plain Keras on JAX drops one in about one of a hundred traces.
+    # Only one layer has it: plain Keras on JAX drops one of several layers' losses in about 1% of the traces.
     model.layers[0].activity_regularizer = keras.regularizers.L2(0.05)
     return _train(model, "mse")
 
@@ -103,7 +103,7 @@ def masks() -> Numbers:
     return a.numbers(model, history, score=a.evaluate(model, x, y))
 
 
-# Its steps are large, and with them what rounding makes of a sum in another order.
+# Its steps are large, which magnifies rounding errors of sums in a different order.
 @case("masks with `sample_weight` and other reductions", atol=1e-5)
 def masks_with_weights() -> Numbers:
     x = a.tokens()
@@ -131,13 +131,13 @@ def classification() -> Numbers:
 def zero_weights() -> Numbers:
     x, y = a.regression()
     weights = a.weights() + 0.1
-    # With 2, 3 and 4 replicas: all rows of the first replica, of a whole batch, and of the last replica.
+    # For 2, 3 and 4 replicas: all rows of the first replica, of a whole batch, and of the last replica.
     weights[: a.BATCH // 2] = weights[a.BATCH : 2 * a.BATCH] = weights[-3:] = 0
     found: Numbers = {}
     for reduction in ("sum_over_batch_size", "mean_with_sample_weight", "sum"):
         model = a.mlp()
         loss = keras.losses.MeanSquaredError(reduction=reduction)
-        # Adam: the gradients of the batch are zero, but its step is not.
+        # Adam, because it makes a step even if the gradients of the batch are zero.
         model.compile(keras.optimizers.Adam(0.02), loss, metrics=["mae"], weighted_metrics=["mse"])
         history = a.fit(model, x, y, sample_weight=weights)
         score = a.evaluate(model, x, y, sample_weight=weights)

@@ -1,4 +1,4 @@
-"""Metrics: what all replicas together have seen."""
+"""Metrics count the rows of all replicas."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def classification_metrics() -> Numbers:
 @case("regression metrics (RMSE, R², cosine similarity, correlation)")
 def regression_metrics() -> Numbers:
     x = a.features()
-    y = x[:, :3] * 2 - x[:, 3:]  # a row of one value correlates with nothing: that would be NaN
+    y = x[:, :3] * 2 - x[:, 3:]  # several columns: the correlation of a single value is NaN
     model = a.mlp(3)
     metrics = [
         keras.metrics.RootMeanSquaredError(name="rmse"),
@@ -51,7 +51,7 @@ def regression_metrics() -> Numbers:
 
 
 class Share(keras.metrics.Metric):
-    """A metric of the user's: the share of predictions above zero."""
+    """A custom metric: the share of predictions above zero."""
 
     def __init__(self, name: str = "share", **kwargs: Any) -> None:
         super().__init__(name=name, **kwargs)

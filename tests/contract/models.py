@@ -1,4 +1,4 @@
-"""Ways to write a model."""
+"""Different ways to write a model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def functional() -> Numbers:
 
 
 class OwnLoss(keras.Model):
-    """Overrides `compute_loss` with a scalar mean and its own tracker, as Keras's documentation shows."""
+    """Overrides `compute_loss` with a scalar mean and its own tracker, as in Keras's documentation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def _update(model: Any, x: Any, y: Any, loss: Any) -> Any:
 
 
 class OwnStep(keras.Model):
-    """A custom `train_step` for TensorFlow and PyTorch, in the form of Keras's guides."""
+    """A custom `train_step` for TensorFlow and PyTorch, as in Keras's guides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class OwnStep(keras.Model):
 
 
 class OwnStepJax(OwnStep):
-    """The same for JAX, whose steps are functions of their state."""
+    """The same step for JAX, as a function of its state."""
 
     def _loss(self, trainable: Any, non_trainable: Any, x: Any, y: Any) -> Any:
         predicted, non_trainable = self.stateless_call(trainable, non_trainable, x, training=True)

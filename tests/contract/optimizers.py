@@ -1,4 +1,4 @@
-"""Optimizers, and what they do with gradients before and after the sum over the replicas."""
+"""Optimizers, and their changes to gradients before and after the sum over the replicas."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def rmsprop_with_schedule() -> Numbers:
 
 
 def _train_each(*optimizers: Any) -> Numbers:
-    """Trains with one after the other, each from where the last has come to."""
-    x, y = a.regression(a.BATCH)  # batches of one size: the engines compile once for each optimizer
+    """Trains with one optimizer after the other, each from the weights of the last."""
+    x, y = a.regression(a.BATCH)  # batches of one size: each optimizer compiles once
     model = a.mlp()
     found: Numbers = {}
     for optimizer in optimizers:
@@ -120,11 +120,11 @@ def loss_scaling() -> Numbers:
     )
 
 
-# float16 keeps 11 bits: sums over different groups of rows differ in the last of them.
+# float16 has 11 significant bits: sums over different groups of rows differ in the last bits.
 @case("mixed precision with loss scaling (to float16 precision)", rtol=5e-3, atol=5e-3)
 def mixed_precision() -> Numbers:
     keras.config.set_dtype_policy("mixed_float16")
-    # Far from where float16 overflows: which of two sums does so first depends on how they are grouped.
+    # Far below the overflow of float16: the grouping of the rows determines which sum overflows first.
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05), initial_scale=256.0)
     return a.train(optimizer)
 
@@ -149,14 +149,14 @@ def overflow() -> Numbers:
     return a.numbers(model, scales=scales, steps=optimizer.inner_optimizer.iterations)
 
 
-# bfloat16 keeps 8 bits, so the activations of other groups of rows differ by up to 2**-8 = 0.004 of themselves.
+# bfloat16 has 8 significant bits, so activations of different groups of rows differ by up to 2**-8 = 0.004.
 @case("mixed precision with bfloat16 (to bfloat16 precision)", rtol=1e-2, atol=1e-2)
 def mixed_bfloat16() -> Numbers:
     keras.config.set_dtype_policy("mixed_bfloat16")
     return a.train(keras.optimizers.SGD(0.05))
 
 
-# float64 keeps 53 bits, 1e-16: 1e-12 leaves room for sums in another order, and none for a detour through float32.
+# float64 has 53 bits, or 1e-16: 1e-12 allows another order of sums, but no conversion to float32 and back.
 @case(
     "float64 (to float64 precision)",
     rtol=1e-12,
@@ -165,12 +165,12 @@ def mixed_bfloat16() -> Numbers:
     why_not_all="Keras multiplies matrices in float32 on PyTorch, and by default on JAX",
 )
 def float64() -> Numbers:
-    keras.config.set_floatx("float64")  # losses and metrics follow it, and not the policy
+    keras.config.set_floatx("float64")  # losses and metrics follow it instead of the policy
     keras.config.set_dtype_policy("float64")
     try:
         model = a.mlp(kernel_regularizer=keras.regularizers.L2(0.1))
         optimizer = keras.optimizers.Adam(0.05, global_clipnorm=0.5)
-        # In batches of 19 rows: a replica's share is no short fraction.
+        # Batches of 19 rows, so that no replica's share is a short binary fraction.
         return a.train(optimizer, model, batch_size=19, sample_weight=a.weights())
     finally:
         keras.config.set_floatx("float32")

@@ -1,6 +1,6 @@
-"""What every strategy can do on every backend: each capability tried with a model whose numbers are known by hand.
+"""Tries each capability of every strategy on every backend, with a model whose numbers are computed by hand.
 
-The page of the docs is made from what the tests found: `python -m tests.contract.support RESULTS PAGE`.
+`python -m tests.contract.support RESULTS PAGE` writes the page of the docs from the results of the tests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from kdist import gaps
 
 BACKENDS = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "PyTorch"}
-# Each strategy, and with how many workers it is tried.
+# Each strategy, with its number of workers in the tests.
 STRATEGIES = {
     "OneDeviceStrategy": 1,
     "MirroredStrategy": 1,
@@ -38,7 +38,7 @@ _functions: dict[str, Callable[[Any, str], None]] = {}
 
 
 def make_strategy(name: str) -> Any:
-    """Returns a strategy on two CPU devices of this process, or on one of each of its workers."""
+    """Returns a strategy on two CPU devices of this process, or on one device of each of its workers."""
     import keras
 
     import kdist
@@ -68,12 +68,11 @@ def run_all(name: str, folder: str) -> dict[str, str]:
     """Tries all capabilities of a strategy.
 
     Args:
-        name: Of the strategy, below `kdist`.
-        folder: For files, one for all workers.
+        name: The name of the strategy in `kdist`.
+        folder: A directory for files, the same for all workers.
 
-    Returns:
-        For each key of `gaps.CAPABILITIES` "passed", "gap" where one is declared and the error says so, or what
-        went wrong.
+    Returns: A result for each key of `gaps.CAPABILITIES`: "passed", "gap" for a declared gap with the right
+        error, or the problem.
     """
     import keras
 
@@ -111,7 +110,7 @@ def _batches(size: int = BATCH) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def _trained(batches: Any) -> np.ndarray:
-    """The weights after a step of gradient descent a batch, by hand."""
+    """Computes the weights by hand, after a step of gradient descent per batch."""
     weights = START.astype("float64")
     for x, y in batches:
         weights = weights - RATE * 2 * x.T @ (x @ weights - y) / len(x)
@@ -228,7 +227,7 @@ def _from_function(strategy: Any, folder: str) -> None:
     runtime = strategy.runtime
     local, workers = len(runtime.devices), runtime.num_workers
     number = local * workers
-    # Of each worker's rows, which are dealt out, its replicas take the next ones.
+    # Each step takes the next rows of each worker's share for its replicas.
     steps = [
         [(step * local + i) * workers + worker for worker in range(workers) for i in range(local)]
         for step in range(ROWS // number)
@@ -282,7 +281,7 @@ def page(results: dict[str, dict[str, str]]) -> str:
     """Returns the page, in Markdown.
 
     Args:
-        results: For "strategy-backend" what `run_all` returned.
+        results: The results of `run_all` by "strategy-backend".
     """
     lines = [
         "# Support matrix",
@@ -315,7 +314,7 @@ def page(results: dict[str, dict[str, str]]) -> str:
 
 
 def _alike(results: Any, notes: list[str]) -> dict[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-    """Returns the marks by strategy and backend, each with the capabilities that have the same marks."""
+    """Groups the capabilities that have the same marks, and returns these marks by strategy and backend."""
     found: dict[tuple[tuple[str, ...], ...], tuple[str, ...]] = {}
     for capability in _functions:
         rows = tuple(

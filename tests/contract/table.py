@@ -1,6 +1,6 @@
-"""The support table of the contract's page, made from the results of the contract's test module.
+"""Writes the support table of the contract's page from the results of the contract's test module.
 
-Run it as `python -m tests.contract.table RESULTS PAGE`; `make table` does both steps.
+Run it as `python -m tests.contract.table RESULTS PAGE`. `make table` runs the tests and this module.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ def table(results: dict[str, str]) -> str:
     """Returns the lists and tables in Markdown.
 
     Args:
-        results: "backend-configuration-case" to "passed" or "failed", as the test module wrote them.
+        results: Maps "backend-configuration-case" to "passed" or "failed", as the test module writes them.
 
-    Returns:
-        A list of the cases that passed in all configurations, and one row for each other case. A cell counts the
-        configurations whose results matched one device.
+    Returns: A list of the cases that passed in all configurations, and one row for each other case. A cell
+        counts the configurations whose results matched one device.
     """
     numbers = {b: sum(b in c.backends for c in CONFIGURATIONS.values()) for b in _BACKENDS}
     everywhere = {
@@ -94,7 +93,7 @@ def _with_notes(title: str, reasons: list[str], notes: list[str]) -> str:
 
 
 def _exceptions(case: Case) -> list[str]:
-    """Why some configurations do not run a case, each with their titles and backends."""
+    """Returns the reasons why some configurations do not run a case, with their titles and backends."""
     found: dict[tuple[tuple[str, ...], str], list[str]] = {}
     for configuration in CONFIGURATIONS.values():
         for one in configuration.without:
@@ -124,7 +123,7 @@ def _cell(case: Case, backend: str, results: dict[str, str]) -> str:
 
 
 def replace_table(text: str, results: dict[str, str]) -> str:
-    """Returns a document with the part between the markers replaced by the table."""
+    """Returns a document whose part between the markers is the new table."""
     before, found_begin, rest = text.partition(BEGIN)
     _, found_end, after = rest.partition(END)
     if not (found_begin and found_end):

@@ -1,4 +1,4 @@
-"""A small transformer, with what large ones have; embeddings, whose gradients TensorFlow keeps sparse."""
+"""A small transformer with the layers of a large model, and embeddings with TensorFlow's sparse gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Block(keras.layers.Layer):
         self.norm = keras.layers.LayerNormalization()
         self.wide = keras.layers.Dense(2 * width, activation="gelu")
         self.narrow = keras.layers.Dense(width)
-        # Without kdist, Keras knows the argument on TensorFlow only; on one device it changes nothing.
+        # Without kdist, Keras supports the argument only on TensorFlow. On one device it changes nothing.
         synchronized = kdist.has_strategy() or keras.backend.backend() == "tensorflow"
         self.batch_norm = keras.layers.BatchNormalization(synchronized=synchronized)
 
@@ -31,10 +31,10 @@ class Block(keras.layers.Layer):
 
 
 class Transformer(keras.Model):
-    """Four blocks, and an embedding that reads words and writes them: its weights are tied.
+    """Four blocks, and an embedding whose weights are also the output layer.
 
     Args:
-        dropout: A part of the embeddings that is dropped in training. Each replica draws its own.
+        dropout: The dropout rate of the embeddings. Each replica draws its own mask.
     """
 
     def __init__(self, words: int = 12, width: int = 8, dropout: float = 0.0) -> None:
@@ -59,7 +59,7 @@ def transformer() -> Numbers:
 
 
 class Tied(keras.Model):
-    """Reads and writes words with the same weights, which get a sparse and a dense gradient."""
+    """Uses the same weights for input and output, so that they get a sparse and a dense gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,8 @@ class Tied(keras.Model):
 
 
 def _train(*optimizers: Any, model_class: Any = None) -> Numbers:
-    # Each of twelve words occurs in a batch, and in the rows of a replica, many times. The last batch has one row.
+    # Each of twelve words occurs many times in a batch, and in the rows of a replica. The last batch has one
+    # row.
     ids = a.tokens(2 * a.BATCH + 1)
     found: Numbers = {}
     for optimizer in optimizers:

@@ -1,4 +1,4 @@
-"""How workers agree on steps: whatever their speeds, lengths and errors, all run the same steps and none hangs."""
+"""Workers agree on steps: with any speeds, lengths and errors, all run the same steps and none hangs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 
 from tests.helpers.processes import run
 
-# The steps need Keras's trees, and no backend: one is enough.
+# The steps need Keras's trees, but no particular backend.
 BACKEND = "torch"
 CASES = 40
 
 
 class Post:
-    """Carries the messages of workers that are threads."""
+    """Carries the messages between workers that are threads."""
 
     def __init__(self, number):
         self.number = number
@@ -36,7 +36,7 @@ class Post:
 
 
 class Runtime:
-    """What the steps ask of a runtime."""
+    """The parts of a runtime that the steps use."""
 
     needs_equal_shapes = False
     devices = ("cpu:0",)
@@ -127,7 +127,7 @@ def test_all_workers_run_the_same_steps():
 
 
 class Ready:
-    """A pipeline that has always read as much as is asked for, in place of a thread that may be late."""
+    """A pipeline that has always read enough, unlike a thread, which may be late."""
 
     def __init__(self, length):
         import numpy as np

@@ -1,4 +1,4 @@
-"""Datasets at their corners: generators that go on, buffers that are reused, workers that differ, threads."""
+"""Corner cases of datasets: infinite generators, reused buffers, differences between workers, threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.processes import each_backend, run, strategy
 
 
 def numbers(batches):
-    """The first number of each local batch of a distributed dataset."""
+    """Returns the first number of each local batch of a distributed dataset."""
     import keras
 
     return [keras.ops.convert_to_numpy(batch)[:, 0].tolist() for batch in batches]
@@ -54,7 +54,7 @@ def test_a_generator_goes_on_where_it_was_left(backend):
 def in_worker_reused_buffer(rows):
     def refilling():
         memory = np.zeros(rows * 3 + 16, "float32")
-        start = -memory.ctypes.data % 64 // memory.itemsize  # where JAX would show it and not copy it
+        start = -memory.ctypes.data % 64 // memory.itemsize  # JAX could use it without a copy
         buffer = memory[start : start + rows * 3].reshape(rows, 3)
         for number in range(6):
             buffer[:] = number
@@ -70,13 +70,13 @@ def in_worker_reused_buffer(rows):
 @each_backend
 def test_a_buffer_may_be_filled_again(backend):
     assert run(backend, 2, in_worker_reused_buffer, 2) == [[[float(n)] for n in range(6)]] * 2
-    # Of an odd number of rows every worker keeps the whole batch, on the host.
+    # With an odd number of rows, every worker keeps the whole batch on the host.
     larger, smaller = run(backend, 2, in_worker_reused_buffer, 3)
     assert larger == [[float(n)] * 2 for n in range(6)] and smaller == [[float(n)] for n in range(6)]
 
 
 def in_worker_unseeded_shuffle(kind):
-    """The rows that this worker trains on, where nobody has seeded anything alike."""
+    """Returns the rows that this worker trains on if the workers have different seeds."""
     import keras
 
     x = np.arange(12, dtype="float32")[:, None] * np.ones((12, 3), "float32")
@@ -90,7 +90,7 @@ def in_worker_unseeded_shuffle(kind):
         torch.manual_seed(strategy().runtime.worker_index)
         return loader(x, y, batch_size=4, shuffle=True)
 
-    # Of three batches, two workers may find the same order by chance.
+    # Six batches, because with three, two workers may have the same order by chance.
     kinds = {"PyDataset": lambda: py_dataset(in_batches(x, y, (2,) * 6)), "DataLoader": shuffled}
     from kdist.data.agreement import Step
 
@@ -109,7 +109,7 @@ def in_worker_unseeded_shuffle(kind):
 
 
 def new_model_without_seed():
-    """As `new_model`, but leaves the random state as it is."""
+    """Calls `new_model` without a change of the random state."""
     state = random.getstate()
     model = new_model()
     random.setstate(state)
@@ -124,7 +124,7 @@ def new_model_without_seed():
 def test_workers_shuffle_alike_without_a_seed(backend, kind):
     first, second = run(backend, 2, in_worker_unseeded_shuffle, kind)
     assert sorted(row for step in first + second for row in step) == [float(n) for n in range(12)]
-    if kind == "PyDataset":  # whose batches stay together, whatever their order
+    if kind == "PyDataset":  # its batches stay together, in any order
         for (mine,), (theirs,) in zip(first, second, strict=True):
             assert mine % 2 == 0 and theirs == mine + 1
 
@@ -218,7 +218,7 @@ def in_worker_differ(what):
     own = {
         "dtype": [(x, y.astype("int32") if index else y)],
         "structure": [(x, y, np.ones(4)) if index else (x, y)],
-        # Worker 1 has ended when worker 0 has a row of strings left, of a kind that cannot be sent.
+        # Worker 1 has ended while worker 0 still has a row of objects, which cannot be sent.
         "unsendable": [(x, y)] if index else [(x, y), (np.array([[object()] * 3], object), y[:1])],
         "exit": lambda: leave(index, (x, y)),
     }[what]
@@ -277,11 +277,11 @@ def test_a_first_file_that_is_smaller_than_the_replicas(backend):
     assert sorted(n for step in first + second for n in step) == list(range(6))
 
 
-# TensorFlow's iterators, which may take seconds to go -------------------------------------------------------------
+# TensorFlow's iterators, which may take seconds to close ---------------------------------------------------------
 
 
 def in_worker_dropped_iterator():
-    """The thread in which a pipeline's iterator ends, at the end of an epoch of `fit` and of a source's reader."""
+    """Returns the threads that close a pipeline's iterator, after a source's reader and an epoch of `fit`."""
     import keras
     import tensorflow as tf
 

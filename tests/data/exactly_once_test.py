@@ -1,4 +1,4 @@
-"""Sharding arithmetic: every row is delivered exactly once, whatever the numbers are."""
+"""Sharding delivers every row exactly once, for any number of rows, workers and replicas."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from tests.helpers.processes import run
 
-# The readers need Keras's trees, and no backend: one is enough.
+# The readers need Keras's trees, but no particular backend.
 BACKEND = "torch"
 sizes = st.lists(st.integers(0, 9), max_size=8)
-places = st.tuples(st.integers(1, 4), st.integers(1, 3))  # workers, replicas in each
+places = st.tuples(st.integers(1, 4), st.integers(1, 3))  # workers, replicas per worker
 
 
 def in_worker_check_readers():
@@ -34,13 +34,13 @@ def in_worker_check_readers():
             self.num_workers, self.worker_index = workers, index
             self.needs_equal_shapes = needs_equal_shapes
 
-    Place.__abstractmethods__ = frozenset()  # nobody is spoken to
+    Place.__abstractmethods__ = frozenset()  # it never communicates
 
     def places_of(workers, local, needs_equal_shapes=False):
         return [Place(workers, local, i, needs_equal_shapes) for i in range(workers)]
 
     def rows_of(batch, place):
-        """What a worker's replicas get of a step, after the whole batches are split."""
+        """Returns the rows of a worker's replicas in a step, after the whole batches are split."""
         if batch.whole is None:
             return [[] if part is None else part.tolist() for part in batch.parts]
         split = even_split(len(batch.whole), place.num_replicas)

@@ -1,4 +1,4 @@
-"""Datasets in `fit`, `evaluate` and `predict` on two workers: the numbers of one device, and errors for all."""
+"""`fit`, `evaluate` and `predict` on two workers have the results of one device, and raise errors on both."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.models import network, state_of
 from tests.helpers.processes import each_backend, run, run_plain, scope, strategy
 
 NUM_WORKERS = 2
-# Errors come within 10 s; a machine that runs several such tests at once may take twice as long.
+# Errors arrive within 10 s; a machine that runs several such tests at once may take twice as long.
 LIMIT = 20.0
 EPOCHS = 2
 
@@ -24,12 +24,12 @@ def new_model(under_strategy=True):
     return network(4, 1, optimizer="adam", metrics=["mae"], seed=0, scope=scope(under_strategy))
 
 
-# One model a process, for the tests that compare numbers: what it has compiled serves all of them.
+# One model per process, for the tests that compare results: all of them share its compiled functions.
 _models = {}
 
 
 def same_model(under_strategy=True):
-    """A model as `new_model` makes it, with the same weights and a fresh optimizer, at the first call made anew."""
+    """Returns a model as `new_model` makes it, with the same weights each time and a fresh optimizer."""
     if under_strategy not in _models:
         model = new_model(under_strategy)
         with scope(under_strategy):
@@ -42,7 +42,7 @@ def same_model(under_strategy=True):
 
 
 def on_one_device(batches, epochs=EPOCHS):
-    """The numbers of plain Keras on global batches, one `train_on_batch` after the other."""
+    """Returns the results of plain Keras on global batches, with one `train_on_batch` per batch."""
     model = same_model(False)
     history = model.fit(
         (batch for _ in range(epochs) for batch in batches),
@@ -68,9 +68,9 @@ def under_strategy(dataset, **fit):
     return {**history, "evaluate": evaluated, "predict": predicted, "weights": flat(model)}
 
 
-# Equal numbers ------------------------------------------------------------------------------------------------
+# Equal results ------------------------------------------------------------------------------------------------
 
-# Batches of all lengths, which two workers divide, or not, or of which there is one row.
+# Batches that two workers can or cannot split evenly, also with a single row.
 ODD_SIZES = (5, 8, 5, 1, 1)
 
 
@@ -96,7 +96,7 @@ def global_datasets(x, y, sizes, plain):
     return {
         "list": lambda: batches,
         "generator function": lambda: generator,
-        # Where Keras looks at the first batch, its own queue of several workers gives this one last.
+        # With several workers, Keras's own queue yields the first batch last, if Keras has looked at it.
         "PyDataset": lambda: py_dataset(batches, 1 if plain else 2),
         "tf.data": tf_data,
         "DataLoader": lambda: loader(x, y, batch_sampler=[list(range(a, b)) for a, b in ends]),
@@ -143,7 +143,7 @@ def test_plain_datasets_need_no_distributing(backend, kind):
 
 
 def in_worker_order_of_a_loader(has_generator, under_strategy):
-    """The order of the rows in three epochs, and the next random number."""
+    """Returns the order of the rows in three epochs, and the next random number."""
     import torch
 
     seen = []
@@ -293,7 +293,7 @@ def test_no_more_of_a_generator_is_read_than_the_epochs_need(backend):
     for weights, read, left in run(backend, NUM_WORKERS, in_worker_fit_generator):
         np.testing.assert_allclose(weights, expected, rtol=1e-5, atol=2e-6)
         assert left == 100 - read, "the generator is open, and goes on where it was"
-        # tf.data, through which Keras reads a generator on TensorFlow, prefetches some batches by itself.
+        # On TensorFlow, Keras reads a generator through tf.data, which prefetches some batches.
         assert read in (range(6, 25) if backend == "tensorflow" else [6])
 
 

@@ -1,4 +1,4 @@
-"""`DistributedIterator`: elements, the end, and a position that is saved and restored."""
+"""`DistributedIterator`: its elements, its end, and a position that you can save and restore."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def test_the_iterator(backend):
 
 
 def resumable(kind):
-    """Datasets that shuffle, made anew as after a restart."""
+    """Returns a dataset that shuffles, made again as after a restart."""
 
     values = np.arange(12, dtype="int32")
     if kind == "tf.data":
         import tensorflow as tf
 
-        tf.random.set_seed(3)  # as a script does: the order comes from both seeds
+        tf.random.set_seed(3)  # as a script does: both seeds determine the order
         return tf.data.Dataset.from_tensor_slices(values).shuffle(12, seed=1).batch(4)
     if kind == "DataLoader":
         import torch
@@ -74,7 +74,7 @@ def resumable(kind):
 
 
 def read(dataset, number=9):
-    """The numbers of the first elements."""
+    """Returns the values of the first elements."""
     import keras
 
     return [
@@ -92,7 +92,7 @@ ONE_ORDER = ("PyDataset", "Grain")
 
 
 def in_worker_positions(kind):
-    """Three epochs; a position, for another process; and what several iterators and peeks do to each other."""
+    """Reads three epochs, saves positions for another process, and mixes several iterators and peeks."""
     whole = distributed(kind)
     epochs = [read(whole) for _ in range(3)]
     states = {}
@@ -136,7 +136,7 @@ def test_positions_belong_to_iterators(backend, kind):
         ]
         assert states["begun"] == {"epoch": 2, "step": 2}
         assert states["set"] == {"epoch": 1, "step": 1}
-    # The position of global batches suits other processes, and another number of them.
+    # The position of global batches is valid for other processes, and for another number of processes.
     (rest, end), *_ = run(backend, 1, in_worker_resume_alone, kind, json.dumps(states["begun"]))
     halves = [epochs[2][2:] for epochs, _, _ in workers]
     assert rest == [first + second for first, second in zip(*halves, strict=True)]
@@ -159,7 +159,7 @@ def local(element):
 def in_worker_cannot_go_back():
     import tensorflow as tf
 
-    # The last part of the pipeline keeps its state to itself.
+    # The last part of the pipeline cannot save its state.
     pipeline = tf.data.Dataset.range(4).shuffle(4, seed=1).batch(2)
     pipeline = pipeline.apply(tf.data.experimental.copy_to_device("/cpu:0"))
     dataset = strategy().experimental_distribute_dataset(pipeline)
@@ -199,7 +199,7 @@ def in_worker_persistent():
     epochs = [np.array(read(dataset, 99)) for _ in range(2)]
     left = iter(dataset)
     read(left, 1)
-    other = np.array(read(dataset, 99))  # while the kept ones serve another iterator
+    other = np.array(read(dataset, 99))  # while the persistent processes serve another iterator
     left.close()
     after = np.array(read(dataset, 99))
     parts = [*epochs, other, after]

@@ -1,4 +1,4 @@
-"""Datasets whose batches come from other processes: Keras's `PyDataset`, and PyTorch's `DataLoader` with "spawn"."""
+"""Datasets read batches in other processes: Keras's `PyDataset`, and PyTorch's `DataLoader` with "spawn"."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EPOCHS = 2
 
 
 class Rows:
-    """All rows in their order; notes which processes read them. A new process finds it in this module."""
+    """All rows in their order; records the processes that read them. Spawned processes import this class."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -35,7 +35,7 @@ def note_reader(folder: str) -> None:
 
 
 def in_worker_fit(kind: str, folder: str):
-    """Returns the weights, this process's number, and its child processes that do not end."""
+    """Returns the weights, this process's id, and its child processes that do not end."""
     import keras
 
     class Batches(keras.utils.PyDataset):
@@ -60,7 +60,7 @@ def in_worker_fit(kind: str, folder: str):
     model.fit(data, epochs=EPOCHS, shuffle=False, verbose=0)
     del data
     weights = [float(v) for part in model.get_weights() for v in np.ravel(part)]
-    # Keras closes a pool of processes, and does not wait for their end.
+    # Keras closes a pool of processes without a wait for their end.
     deadline = time.monotonic() + 20
     while (children := multiprocessing.active_children()) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -79,10 +79,10 @@ def check(backend, kind, tmp_path):
 @each_backend
 def test_a_py_dataset_with_processes(backend, tmp_path):
     readers, workers = check(backend, "PyDataset", tmp_path)
-    assert len(readers - workers) >= 2  # the first batch, whose shapes build the model, is read in the worker
+    assert len(readers - workers) >= 2  # the worker reads the first batch to build the model
 
 
-@pytest.mark.full  # each process that is spawned imports the backend again
+@pytest.mark.full  # each spawned process imports the backend again
 @each_backend
 def test_a_data_loader_with_spawned_processes(backend, tmp_path):
     readers, workers = check(backend, "DataLoader", tmp_path)

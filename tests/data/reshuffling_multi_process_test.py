@@ -1,4 +1,4 @@
-"""`tf.data` pipelines that shuffle anew in each epoch, on two workers: tf.data's own order, each row once an epoch."""
+"""`tf.data` pipelines that reshuffle keep tf.data's order on two workers, with each row once per epoch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from tests.helpers.models import network
 from tests.helpers.processes import each_backend, run, strategy
 
-ROWS, EPOCHS = 22, 3  # in batches of 4, with a last one of 2
+ROWS, EPOCHS = 22, 3  # batches of 4, with a last batch of 2
 
 
 def pipeline(reshuffles):
@@ -20,7 +20,7 @@ def pipeline(reshuffles):
 
 
 def own_orders(reshuffles, epochs=EPOCHS):
-    """The batches of each epoch, as TensorFlow itself gives them."""
+    """Returns the batches of each epoch in TensorFlow's own order."""
     dataset = pipeline(reshuffles)
     return [[batch.numpy() for batch in dataset] for _ in range(epochs)]
 
@@ -43,7 +43,7 @@ def local_parts(batch):
 
 
 def fit(reshuffles):
-    """What training leaves: the weights of two workers, of one device, and of one without another order."""
+    """Returns the weights of two workers, of one device, and of one device that repeats the first order."""
 
     def trained(scope, data, **arguments):
         model = network(1, inputs=1, rate=0.001, seed=5, scope=scope)
@@ -51,11 +51,11 @@ def fit(reshuffles):
         return np.concatenate([np.ravel(weight) for weight in model.get_weights()])
 
     def target(rows):
-        return 3.0 / rows  # no line goes through these: the order of the rows stays visible
+        return 3.0 / rows  # no line fits these targets, so the result depends on the order of the rows
 
     import contextlib
 
-    # The first of TensorFlow's orders goes to the look at the data with which `fit` begins.
+    # `fit` uses up the first of TensorFlow's orders, because it looks at the data before it trains.
     orders = own_orders(reshuffles, EPOCHS + 1)[1:]
     batches = [(rows, target(rows)) for epoch in orders for rows in epoch]
     again = [(rows, target(rows)) for _ in orders for rows in orders[0]]
@@ -86,5 +86,5 @@ def test_fit_trains_in_the_orders_of_tf_data(backend):
     for reshuffles in (True, False):
         for workers, one_device, same_order in run(backend, 2, fit, reshuffles):
             np.testing.assert_allclose(workers, one_device, 1e-5)
-            # The numbers see the order: with that of the first epoch again, they are others.
+            # The weights depend on the order: with the first epoch's order in every epoch, they differ.
             assert np.allclose(one_device, same_order, 1e-4) != reshuffles

@@ -25,7 +25,7 @@ def in_worker_fit_dictionaries(under_strategy):
     ]
     with scope(under_strategy):
         model = keras.Model({"a": a, "b": b}, {"out": keras.layers.Dense(1, name="out")(a + b)})
-    generator = (batch for batch in batches)  # Keras reads no list of batches
+    generator = (batch for batch in batches)  # Keras does not accept a list of batches
     data = strategy().experimental_distribute_dataset(batches) if under_strategy else generator
     model.compile("sgd", "mse", weighted_metrics=["mae"])
     return {**model.fit(data, verbose=0).history, "weights": flat(model)}
@@ -38,7 +38,7 @@ def test_dictionaries_and_sample_weights(backend):
 
 
 def in_worker_fit_words(under_strategy):
-    """Words through a StringLookup in the pipeline, sparse and ragged tensors where the backend has them."""
+    """Trains on words through a StringLookup in the pipeline, and sparse and ragged tensors if possible."""
     import keras
     import tensorflow as tf
 
@@ -64,7 +64,7 @@ def test_preprocessing_layers_in_a_pipeline(backend):
 
 
 def for_sparse_rows(under_strategy):
-    """A model, and its inputs and targets; most inputs are zero."""
+    """Returns a model, and its inputs and targets; most inputs are zero."""
     import keras
 
     dense = np.eye(6, 5, dtype="float32") * np.arange(1, 7, dtype="float32")[:, None]
@@ -81,7 +81,7 @@ def in_worker_fit_sparse(under_strategy, plain):
     import tensorflow as tf
 
     model, dense, y = for_sparse_rows(under_strategy)
-    # Keras itself has no sparse tensors on PyTorch: there they become dense.
+    # On PyTorch, Keras itself does not support sparse tensors, so the data are dense there.
     alone_on_torch = not under_strategy and keras.backend.backend() == "torch"
     x = dense if alone_on_torch else tf.sparse.from_dense(dense)
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)

@@ -1,4 +1,4 @@
-"""Datasets of single elements: each replica gets one a step, and the data end where there is not one for each."""
+"""Datasets of single elements: each replica gets one per step. The data end when a replica would get none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CASES = [
 
 
 def elements(number, first=0):
-    """Pairs of a vector and a number, all different."""
+    """Returns pairs of a vector and a number, all different."""
     return [(np.float32([i, -i, 100 + i]), np.int32(i)) for i in range(first, first + number)]
 
 
@@ -48,10 +48,10 @@ def dataset_of(kind, number, first=0):
 
 
 def parts_of(spec):
-    """The shape and dtype of one replica's part."""
+    """Returns the shape and dtype of one replica's part."""
     import keras
 
-    # TensorFlow's, of several replicas; the spec of one tensor is its own only component.
+    # On TensorFlow, the spec has a component per replica; the spec of a single tensor is its only component.
     parts = getattr(spec, "_component_specs", spec)
     one, *others = parts if isinstance(parts, tuple) else [spec]
     assert all(other == one for other in others)
@@ -59,7 +59,7 @@ def parts_of(spec):
 
 
 def in_worker(kind, lengths):
-    """The elements that each local replica gets, step by step; what it computes; what is said beforehand."""
+    """Returns the elements that each local replica gets, step by step, with its result, and the spec."""
     import os
 
     import keras
@@ -107,7 +107,7 @@ def test_the_data_end_with_the_first_worker(backend):
 
 
 def in_worker_compiled():
-    """What compiled functions read, and what `fit` says."""
+    """Returns the sums that compiled functions read, and the errors of `fit`."""
     import keras
 
     s = strategy()
@@ -151,7 +151,7 @@ def test_compiled_functions_read_them_and_fit_refuses(backend):
 
 
 def failing():
-    """What each worker is told when the first element of one worker's list cannot be read."""
+    """Returns each worker's error if one worker cannot read the first element of its list."""
     import kdist
 
     class Elements(list):

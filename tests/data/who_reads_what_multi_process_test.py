@@ -1,4 +1,4 @@
-"""Which replica gets which rows: every kind of dataset, policy, batch size and number of replicas, by hand."""
+"""Each replica gets the expected rows for all kinds of datasets, policies, batch sizes and replica counts."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ KINDS = ("tf.data", "DataLoader", "PyDataset", "Grain", "generator function", "l
 
 
 def batches_of(rows, size, drop_remainder):
-    """The global batches, by hand."""
+    """Returns the global batches, by hand."""
     cut = [list(range(i, min(i + size, rows))) for i in range(0, rows, size)]
     return [b for b in cut if len(b) == size or not drop_remainder]
 
 
 def split_by_hand(batch, replicas):
-    """As even as possible, the larger parts first."""
+    """Splits a batch as evenly as possible, with the larger parts first."""
     sizes = [len(batch) // replicas + (i < len(batch) % replicas) for i in range(replicas)]
     return [batch[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(replicas)]
 
 
 def make_dataset(kind, rows, size, drop_remainder):
-    """A dataset of global batches of the numbers from 0."""
+    """Returns a dataset of global batches of the numbers from 0."""
     values = np.arange(rows, dtype="int32")
     batches = [values[b[0] : b[-1] + 1] for b in batches_of(rows, size, drop_remainder)]
     if kind == "tf.data":
@@ -51,7 +51,7 @@ def make_dataset(kind, rows, size, drop_remainder):
 
 
 def read(strategy, dataset):
-    """The rows of each local replica, step by step."""
+    """Returns the rows of each local replica, step by step."""
     import keras
 
     return [
@@ -101,7 +101,7 @@ def test_global_batches_over_one_to_four_replicas(backend, four_devices):
 
 
 def in_worker_read_own():
-    """Each replica takes one of the pipeline's batches in turn; the last step has what is left."""
+    """Each replica takes one of the pipeline's batches in turn; the last step has the rest."""
     found = {}
     for one, kind, (rows, size, drop) in itertools.product(strategies, KINDS, SIZES):
         dataset = one.distribute_datasets_from_function(
@@ -226,14 +226,14 @@ def in_worker_read_by_policy(folder):
 
 
 POLICIES = {
-    # Four files of the numbers 0-3, 4-7, 8-11, 12-14. A worker reads every other file, and takes at each step
-    # the two rows that its replica would have of a global batch of four.
+    # Four files with the numbers 0-3, 4-7, 8-11, 12-14. A worker reads every other file. In each step, it
+    # takes two rows, the share of its replica in a global batch of four.
     "auto, files": ([[0, 1], [2, 3], [8, 9], [10, 11]], [[4, 5], [6, 7], [12, 13], [14]]),
     "auto, interleaved files": ([[0, 1], [2, 3], [8, 9], [10, 11]], [[4, 5], [6, 7], [12, 13], [14]]),
     "auto, no files": ([[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [9]]),
     "data, files": ([[0, 1], [4, 5], [8, 9], [12, 13]], [[2, 3], [6, 7], [10, 11], [14]]),
     "off": ([[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]], [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]),
-    # The workers take turns with two rows and one: three at each step.
+    # In each step, the workers take three rows: two and one, in turn.
     "off, threes": (
         [[0, 1], [2], [3, 4], [5], [6, 7], [8], [9]],
         [[0], [1, 2], [3], [4, 5], [6], [7, 8], [9]],
@@ -262,7 +262,7 @@ def in_worker_shuffled_loader():
     def loader(**arguments):
         return torch.utils.data.DataLoader(list(range(10)), batch_size=4, shuffle=True, **arguments)
 
-    torch.manual_seed(strategy().runtime.worker_index)  # as scripts that forget to seed alike
+    torch.manual_seed(strategy().runtime.worker_index)  # as in scripts that forget to seed
     seeded = loader(generator=torch.Generator().manual_seed(3))
     alone = loader(generator=torch.Generator().manual_seed(3))
     expected = [[batch.tolist() for batch in alone] for _ in range(2)]

@@ -1,4 +1,4 @@
-"""The example of the page on writing a strategy, and what the pages on strategies and backends claim."""
+"""Runs the example of the page on writing a strategy, and checks the pages on strategies and backends."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_abstract_class_of_the_backends_is_on_the_page() -> None:
 
 
 def storages() -> dict[str, str]:
-    """In a worker: for each strategy of the picture, who holds its variables."""
+    """Returns the class that stores the variables of each strategy in the picture. Call it in a worker."""
     from tests.contract.support import STRATEGIES, make_strategy
 
     names = {name.rpartition(".")[2]: name for name in STRATEGIES}

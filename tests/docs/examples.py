@@ -1,15 +1,15 @@
-"""The examples of the pages, and how a test file runs those of its pages.
+"""Collects the Python examples of the pages, and runs them for the test files.
 
-A function `input_3(example)` is called in the workers with the fourth example of docs/input.md, `how_to_slurm_0` with
-the first one of docs/how-to/slurm.md. It calls `example` with the names that the page has before it, and checks what is
-left. A file has such functions, and at its end
+The function `input_3(example)` tests the fourth example of docs/input.md. `how_to_slurm_0` tests the first
+example of docs/how-to/slurm.md. Each function runs in the workers. It calls `example` with the names that the
+page defines earlier, and checks the names that the example leaves. A test file ends with
 
     @each_example(globals())
     def test_example(backend: str, name: str, tmp_path: Path) -> None:
         run_example(globals(), backend, name, tmp_path)
 
-Each example runs on one backend: on the backend of its tab, on the backend that `runs` names, else on each in turn.
-`make test` runs half of the examples per turn.
+Each example runs on one backend: the backend of its tab, or the backend in `runs`. Other examples use each
+backend in turn. `make test` runs a part of the examples per turn.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from tests.turn import turn
 
 F = TypeVar("F", bound=Callable[..., Any])
 Names = dict[str, Any]
-Run = Callable[..., Names]  # runs an example with names, and returns those that it leaves
+Run = Callable[..., Names]  # runs an example with the given names, and returns the names that it leaves
 
-# Other tests run these.
+# Other test files run these examples.
 ELSEWHERE = {
     "loops_0": "loops_test.py",
     "quickstart_0": "quickstart_multi_process_test.py",
@@ -54,7 +54,7 @@ _PARTS = re.compile(
 
 
 def examples_of(page: str) -> list[tuple[str, str | None]]:
-    """The Python examples of a page, each with the backend whose tab it is in, if any."""
+    """Returns the Python examples of a page, each with the backend of its tab, or `None` outside of tabs."""
     found, tab = [], None
     for part in _PARTS.finditer(page):
         if part["tab"] or part["heading"]:
@@ -77,16 +77,16 @@ EXAMPLES = _all()
 
 
 def example(name: str) -> str:
-    """An example, as it stands on its page: "quickstart_0"."""
+    """Returns the source of an example, for example "quickstart_0", as printed on its page."""
     return EXAMPLES[name][0]
 
 
 def runs(*, on: str | None = None, replaced: tuple[str, str] | None = None) -> Callable[[F], F]:
-    """Says how an example is run, where it is not run as it is, on any backend.
+    """Sets how an example runs, if it cannot run unchanged on any backend.
 
     Args:
         on: The backend that it needs.
-        replaced: What a machine without GPUs cannot do or what takes too long, and what stands there in the test.
+        replaced: A part of the source that needs GPUs or takes too long, and its replacement in the test.
     """
 
     def decorate(function: F) -> F:
@@ -97,7 +97,7 @@ def runs(*, on: str | None = None, replaced: tuple[str, str] | None = None) -> C
 
 
 def each_example(names: Names) -> Callable[[F], F]:
-    """The parameters of a file's test: a backend and the name of an example."""
+    """Parametrizes a file's test with the names of its examples, each with a backend."""
     mine = [name for name in names if name in EXAMPLES]
     order = list(EXAMPLES)
     cases = []
@@ -112,7 +112,7 @@ def each_example(names: Names) -> Callable[[F], F]:
 
 
 def run_example(names: Names, backend: str, name: str, folder: Path) -> None:
-    """Runs an example in two workers, or in one where its strategy is for one process."""
+    """Runs an example in two workers, or in one if its strategy uses a single process."""
     source = example(name)
     if replaced := getattr(names[name], "replaced", None):
         assert replaced[0] in source

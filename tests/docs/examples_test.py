@@ -1,4 +1,4 @@
-"""No example of a page is left out, and none is found where there is none."""
+"""Every Python example of the pages has a test, and the search for examples finds nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example of a GAN, started as its docstring shows, against the same steps on one device."""
+"""The GAN example, started as its docstring shows, has the same losses as on one device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ for name, losses in zip(("discriminator", "generator"), gan.train(kdist.OneDevic
 
 
 def printed(backend: str, folder: Path, *command: str) -> str:
-    """Returns the output of Python, which must succeed."""
+    """Runs Python, which must succeed, and returns its output."""
     told = {"KERAS_BACKEND": backend, "MPLCONFIGDIR": str(folder)}
     return run_python(*command, cwd=folder, timeout=170, **told).stdout
 

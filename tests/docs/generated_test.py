@@ -1,4 +1,4 @@
-"""What scripts write into docs/ is what they would write today."""
+"""The generated files in docs/ are up to date."""
 
 from __future__ import annotations
 

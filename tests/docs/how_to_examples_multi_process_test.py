@@ -1,4 +1,4 @@
-"""The Python examples of the *How-to* pages."""
+"""Runs the Python examples of the *How-to* pages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def how_to_slurm_0(example: Run) -> None:
 def how_to_tpu_0(example: Run) -> None:
     import kdist
 
-    told = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}  # nobody asks the metadata server
+    told = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}  # no query of the metadata server
     with mock.patch.dict(os.environ, told), pytest.raises(kdist.errors.DeviceError, match="found no TPU"):
         example(kdist=kdist)
 

@@ -1,4 +1,4 @@
-"""The *How-to* pages, as far as a machine without a cluster goes: schemas, shells, and the commands of kdist."""
+"""Checks the *How-to* pages without a cluster: schemas, shell scripts, and kdist commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.environment import ROOT, clean_environment
 PAGES = {
     page.stem: page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs" / "how-to").glob("*.md"))
 }
-# Of Kubeflow's resources: where the replicas stand, whose replicas they are, and the container that gets the variables.
+# Kubeflow's resources: the field with the replicas, their types, and the container that gets the variables.
 JOBS = {
     "TFJob": ("tfReplicaSpecs", {"Chief", "Worker", "PS", "Evaluator"}, "tensorflow"),
     "PyTorchJob": ("pytorchReplicaSpecs", {"Master", "Worker"}, "pytorch"),
@@ -45,7 +45,7 @@ def resources() -> list[Any]:
 
 
 def run_bash(source: str, folder: Path, env: dict[str, str], *arguments: str) -> str:
-    """What a script prints, with the programs of the folder `bin` before all others."""
+    """Runs a script, with the programs in `bin` first in `PATH`, and returns its stdout."""
     (folder / "script.sh").write_text(source, encoding="utf-8")
     path = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
     done = subprocess.run(
@@ -152,7 +152,7 @@ def test_one_command_a_host_by_ssh(tmp_path: Path) -> None:
 
 
 def commands(name: str) -> list[list[str]]:
-    """The commands of the pages that begin with `kdist manifest`, without what comes after a pipe."""
+    """Returns the arguments of each `kdist NAME` command on the pages, without the part after a pipe."""
     lines = re.findall(rf"^\$ (kdist {name}.*)$", "\n".join(PAGES.values()), re.MULTILINE)
     return [shlex.split(line.partition(" | ")[0], comments=True)[1:] for line in lines]
 

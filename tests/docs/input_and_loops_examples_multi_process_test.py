@@ -1,4 +1,4 @@
-"""The examples of the pages on input and on loops."""
+"""Runs the examples of the pages on input and on custom loops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.processes import strategy
 
 @runs(
     replaced=("seed=1)", "seed=1, reshuffle_each_iteration=False)")
-)  # how often somebody looks would matter
+)  # or each pass over the dataset would have another order
 def input_0(example: Run) -> None:
     import tensorflow as tf
 
@@ -47,7 +47,7 @@ def input_2(example: Run) -> None:
 
     model = new_model()
     example(tf=tf, files=files, parse=parse, strategy=strategy(), model=model)
-    # A batch is 64 rows of either file.
+    # A batch contains 64 rows of each file.
     order = [np.concatenate([data[0::2][i : i + 64], data[1::2][i : i + 64]]) for i in range(0, 150, 64)]
     plain = new_model(plain=True)
     for batch in order * 5:
@@ -59,7 +59,7 @@ def input_3(example: Run) -> None:
     import keras
 
     left = example(strategy=strategy(), dataset=dataset(shuffles=False))
-    first = 256 + 22 * int(os.environ["RANK"])  # the last batch has 44 rows, 22 for each worker
+    first = 256 + 22 * int(os.environ["RANK"])  # the last batch has 44 rows, 22 per worker
     for name, whole in rows().items():
         np.testing.assert_array_equal(keras.ops.convert_to_numpy(left[name]), whole[first : first + 22])
 
@@ -83,7 +83,7 @@ def loops_1(example: Run) -> None:
 def loops_2(example: Run) -> None:
     import keras
 
-    # Each of the two replicas counts 1 + 2 + 4.
+    # Each of the two replicas adds 1 + 2 + 4.
     seen = example(keras=keras, strategy=strategy(), batch=keras.ops.convert_to_tensor([1.0, 2.0, 4.0]))
     assert float(seen["parts"]) == 7 and float(seen["seen"]) == 14
 

@@ -1,4 +1,4 @@
-"""The launcher's example: it starts workers of its own."""
+"""Runs the launcher's example, which starts its own workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page on custom training loops: its example runs as it stands there, on every backend."""
+"""The example of the page on custom training loops runs unchanged on every backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples of the pages on measuring and on mixed precision."""
+"""Runs the examples of the pages on measuring and on mixed precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scripts of *Migrating*: what stands there before compiles, and what comes out trains as one device does."""
+"""On the *Migrating* pages, the old scripts compile, and the new scripts train as one device does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.scripts import Script, environments_of
 PAGES = {
     path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "migrating").glob("*.md"))
 }
-# TensorFlow refuses workers that join after it has made a dataset; the script of DDP says itself that it is PyTorch's.
+# TensorFlow refuses workers that join after it has made a dataset. The script of DDP sets its own backend.
 BACKENDS = {"accelerate-and-ddp": "torch", "horovod": "jax", "tf-distribute": "tensorflow"}
 TELLS = """
 import json
@@ -31,7 +31,7 @@ SEED = "import keras\nkeras.utils.set_random_seed(7)\n"
 
 
 def script(page: str, side: str) -> str:
-    """The script before ("-") or after ("+") the change."""
+    """Returns the script before ("-") or after ("+") the change."""
     (diff,) = re.findall(r"^```diff\n(.*?)^```", PAGES[page], re.MULTILINE | re.DOTALL)
     return "".join(f"{line[1:]}\n" for line in diff.splitlines() if not line or line[0] in f" {side}")
 
@@ -48,9 +48,9 @@ def test_both_compile(page: str, side: str) -> None:
 
 
 def plain(page: str) -> str:
-    """The script after the change, without kdist: what one device does."""
+    """Returns the new script without kdist, as it runs on one device."""
     code = script(page, "+")
-    if page == "tf-distribute":  # a loop of its own: the same steps by `train_on_batch`
+    if page == "tf-distribute":  # its custom loop, with the same steps by `train_on_batch`
         code = """
 import keras
 import numpy as np
@@ -83,7 +83,7 @@ def test_two_workers_learn_what_one_device_learns(page: str, backend: str, tmp_p
         started = []
         for name, (code, env) in scripts.items():
             (tmp_path / name).mkdir()
-            # kdist shuffles a DataLoader by a seed of its own.
+            # kdist shuffles a DataLoader by its own seed.
             code = SEED + code.replace("shuffle=True", "shuffle=False") + TELLS
             started.append(cleanup.enter_context(Script(tmp_path / name, name, code, env)))
         kernels = [np.array(one.finish().told("LEARNED ")) for one in started]

@@ -1,4 +1,4 @@
-"""Compares the outputs of a tutorial's cell in two runs, which may be on different backends and machines."""
+"""Compares the outputs of a tutorial's cell in two runs, possibly on different backends and machines."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ VARIES = "varies"
 """The tag of a cell whose numbers are different in each run."""
 BACKEND = "backend"
 """The tag of a cell whose outputs depend on the backend."""
-_TOLERANCE = 0.2  # of decimals: backends round differently, and training multiplies the differences
+_TOLERANCE = 0.2  # of decimal numbers: backends round differently, and training multiplies the differences
 _FACTOR = 2.0  # by which a figure may contain more or less color
 _NUMBER = re.compile(r"(?<![\w.])(-?\d+(?:\.\d+)?)(?![\w.]*\d)")
 _LIST = re.compile(r"\[*#[#,\s\[\]]*")
 
 
 def backend_of(cells: Sequence[Any]) -> str | None:
-    """Returns the backend on which the outputs of a tutorial say that it ran."""
+    """Returns the backend that a tutorial ran on, according to its outputs."""
     found = re.search(
         rf"\b(?:on|backend:) ({'|'.join(BACKENDS)})\b", "".join(map(text_of, cells)), re.IGNORECASE
     )
@@ -63,9 +63,10 @@ def _kind(output: Any) -> str:
 
 
 def _lines(cell: Any) -> list[tuple[str, str, list[str]]]:
-    """Returns the lines of a cell without the backend's name, sorted, since workers print in any order.
+    """Returns the lines of a cell, each with its text without numbers, and with its numbers.
 
-    Each comes with its text without numbers, and with its numbers. NumPy pads numbers with spaces, so these count once.
+    The lines are sorted, because workers print in any order, and do not contain the backend's name. NumPy
+    pads numbers with spaces, so several spaces count as one.
     """
     text = "\n".join(
         output["text"] if "text" in output else output.data.get("text/plain", "") for output in cell.outputs
@@ -96,7 +97,7 @@ def _are_close(stored: str, executed: str) -> bool:
 
 
 def _figures(cell: Any) -> Iterator[dict[str, float]]:
-    """Yields for each figure of a cell which part of its pixels has color, and which part is gray."""
+    """Yields the shares of colored and of gray pixels for each figure of a cell."""
     for output in cell.outputs:
         if "image/png" in output.get("data", ()):
             png = io.BytesIO(base64.b64decode(output.data["image/png"]))

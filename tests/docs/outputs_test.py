@@ -1,4 +1,4 @@
-"""Outputs of a cell that differ from the stored ones in more than rounding are found."""
+"""The comparison of a cell's outputs with the stored outputs ignores rounding and finds other differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples of the page of parameter servers, one after the other, as all tasks of a cluster run them."""
+"""Runs the examples of the page on parameter servers one after the other, in all tasks of a cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEED = "keras.utils.set_random_seed(1)\n"
 
 
 def plain_losses(source: str) -> list[float]:
-    """In a plain process: the losses of a script."""
+    """Runs a script in a plain process, and returns its losses."""
     names: dict[str, Any] = {}
     exec(source, names)
     losses: list[float] = names["model"].history.history["loss"]
@@ -26,7 +26,7 @@ def plain_losses(source: str) -> list[float]:
 
 @each_backend_in_twelve_turns
 def test_the_examples_of_parameter_servers(backend: str, tmp_path: Path) -> None:
-    """One step after the other, `fit` has the losses of one device. The loop then takes its steps in any order."""
+    """`fit` runs its steps in order here, with the losses of one device. The loop uses any order."""
     fit, loop = example("parameter_servers_0"), example("parameter_servers_1")
     head, data = fit.split("\nx = ", 1)
     assert data.count(STRATEGY) == 1
@@ -45,4 +45,4 @@ def test_the_examples_of_parameter_servers(backend: str, tmp_path: Path) -> None
     (found,) = facts(chief)
     assert found["losses"] == pytest.approx(expected, rel=1e-4)
     assert found["steps"] == 5 * 16 + 100
-    assert float(chief.stdout().splitlines()[-2]) < expected[-1]  # the loop trains the same model further
+    assert float(chief.stdout().splitlines()[-2]) < expected[-1]  # the loop trains the model further

@@ -1,4 +1,4 @@
-"""The file of the quickstart, saved and started as the page says, and the script for one device that it came from."""
+"""Runs the file of the quickstart as the page describes, and compares it with the script for one device."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_file_trains_on_two_workers_as_the_page_says(backend: str, tmp_path:
 
 
 def before_the_change() -> str:
-    """The script for one device: the old side of each part of the page's difference, in the file."""
+    """Returns the script for one device: the file, with each hunk of the page's diff reverted."""
     (diff,) = re.findall(r"^```diff\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     source = TRAIN
     for part in re.split(r"^@@.*\n", diff, flags=re.MULTILINE):
@@ -57,7 +57,7 @@ def before_the_change() -> str:
 
 
 def trained(source: str) -> tuple[Any, dict[str, list[float]]]:
-    """In a worker: the weights and the history after a script, which saves nothing."""
+    """Runs a script without its last save in a worker, and returns the weights and the history."""
     assert SAVE in source
     names: dict[str, Any] = {}
     exec(source.replace(SAVE, ""), names)

@@ -1,4 +1,4 @@
-"""The README runs as it is printed, and the table of the contract is the one that the commands print."""
+"""The README runs as printed, and its table of the contract is up to date."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_table_says_what_the_contract_s_results_say() -> None:
         for backend in case.backends
         if configuration.can(case.name, backend)
     }
-    # A mark counts all cells of its row. A row that nobody has run as a whole since it was added says "not run".
+    # A mark counts all cells of its row. The table shows "not run" for a new row until a full run.
     run = {cell.rsplit("-", 1)[1] for cell in results}
     assert results.keys() == {cell for cell in cells if cell.rsplit("-", 1)[1] in run}, "run `make table`"
     assert set(results.values()) == {"passed"}
@@ -71,7 +71,7 @@ def test_the_table_shows_what_failed_and_what_was_not_run() -> None:
     results = {cell: result for cell, result in results.items() if cell != "torch-workers-3-adam"}
     results = {cell: result for cell, result in results.items() if not cell.endswith("-ema")}
     lines = table.table(results).splitlines()
-    assert "momentum; `AdamW`" in " ".join(lines)  # the list has no `Adam`
+    assert "momentum; `AdamW`" in " ".join(lines)  # the list does not contain `Adam`
     assert "| `Adam` | ✓ 7/7 | ✗ 11/12 | ✓ 9/10 |" in lines
     assert "| moving average of the weights (EMA) | not run | not run | not run |" in lines
 

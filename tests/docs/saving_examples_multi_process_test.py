@@ -1,4 +1,4 @@
-"""The examples of the pages on saving, checkpoints, resuming and the evaluator."""
+"""Runs the examples of the pages on saving, checkpoints, resuming and the evaluator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.processes import strategy
 def checkpoints_0(example: Run) -> None:
     first = example(**images())
     assert first["checkpoint"].epoch == 10 and len(first["manager"].checkpoints) == 3
-    again = example(**images())  # the job, started once more: all epochs are done
+    again = example(**images())  # a restart of the job, with all epochs already done
     assert_same(first["model"], again["model"])
 
 
@@ -58,7 +58,7 @@ def evaluator_1(example: Run) -> None:
             return self.parts[index]
 
     names = example(kdist=kdist, Batches=Batches, make_model=lambda: new_model(plain=True), **rows())
-    assert names["logs"] is None  # as on TensorFlow, a job of several workers returns no logs
+    assert names["logs"] is None  # as on TensorFlow, a job with several workers returns no logs
     assert kdist.latest_checkpoint("checkpoints").endswith("50")
 
 
@@ -88,7 +88,7 @@ def resuming_2(example: Run) -> None:
 def resuming_3(example: Run) -> None:
     from kdist import faults
 
-    assert example()["faults"] is faults  # nothing is injected: the point does nothing
+    assert example()["faults"] is faults  # no fault is injected, so the point does nothing
 
 
 def saving_0(example: Run) -> None:

@@ -1,7 +1,7 @@
-"""The search of the site in Python: the pages that a query finds, in the order that a browser shows.
+"""Searches the site in Python, and returns the pages in the order of the browser.
 
-Material for MkDocs builds an index with lunr.js in the browser. This file does the same with lunr.py: it splits texts
-at the separator of mkdocs.yml, searches for words with the given beginnings, and prefers pages and complete matches.
+Material for MkDocs builds an index with lunr.js in the browser. This module does the same with lunr.py. It
+splits texts at the separator of mkdocs.yml, searches for words by prefix, and prefers pages and full matches.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Search:
         self._index = builder.build()
 
     def pages(self, query: str) -> list[str]:
-        """Returns the addresses of the pages that a query finds, the best page first."""
+        """Returns the URLs of the pages for a query, best match first."""
         words = [word.lower() for word in self._separator.split(query) if word]
         scores = {}
         for match in self._index.search(" ".join(map(self._terms, query.lower().split()))):
@@ -51,7 +51,8 @@ class Search:
         return list(dict.fromkeys(location.split("#")[0] for location in best))
 
     def _terms(self, part: str) -> str:
-        # A word matches all words that it begins. Material looks up both halves of "multi-gpu" twice: "multi gpu*".
+        # A word matches all words that start with it. Material looks up both halves of "multi-gpu" twice:
+        # "multi gpu*".
         halves = part.split("-")
         words = [word for word in self._separator.split(part) if word]
         return (

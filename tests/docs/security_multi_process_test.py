@@ -1,4 +1,4 @@
-"""What the page on security says: who listens where, and who reads pickles."""
+"""The page on security is right about the addresses that processes listen on, and about pickles."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 
 
 def listening() -> list[str]:
-    """In a worker: the addresses at which this process listens, as the kernel writes them."""
+    """Returns the addresses that this worker listens on, in the kernel's notation."""
     inodes = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
             inodes.add(os.readlink(descriptor))
-        except OSError:  # that by which the folder was read
+        except OSError:  # the descriptor of this listing, closed by now
             continue
     found = []
     for table in ("tcp", "tcp6"):
@@ -40,7 +40,7 @@ def listening() -> list[str]:
 )
 def test_workers_of_one_machine_listen_where_the_page_says(backend: str) -> None:
     for worker, addresses in enumerate(run(backend, 2, listening)):
-        # gloo's and TensorFlow's workers listen; of JAX and PyTorch the chief does in any case.
+        # With gloo and TensorFlow, every worker listens. With JAX and PyTorch, at least the chief does.
         assert addresses or worker, "the chief listens"
         everywhere = [address for address in addresses if address not in LOOPBACK]
         assert bool(everywhere) == (backend == "tensorflow"), everywhere

@@ -1,4 +1,4 @@
-"""The examples of the page on divided variables."""
+"""Runs the examples of the page on sharded variables."""
 
 from __future__ import annotations
 

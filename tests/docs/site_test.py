@@ -1,4 +1,4 @@
-"""The pages build strictly, load nothing from elsewhere, and name everything that is public."""
+"""The pages build in strict mode, load nothing from other sites, and name the whole public API."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers.environment import ROOT
 from tests.helpers.scripts import run_python
 from tests.notebooks import TUTORIALS
 
-# What people type, and the pages that answer it.
+# Queries that users type, and the pages that answer them.
 SEARCHES = {
     "batch size": ["global-batch/"],
     "DataLoader": ["input/"],
@@ -88,7 +88,7 @@ def test_a_search_finds_the_page_among_the_first_three(search: Search, query: st
 
 
 def test_words_are_found_by_their_beginning_and_without_punctuation(search: Search) -> None:
-    assert search.pages("fsdp")[0] == search.pages("FSD")[0] == "sharding/"  # "(FSDP," in the title
+    assert search.pages("fsdp")[0] == search.pages("FSD")[0] == "sharding/"  # the title contains "(FSDP,"
     assert search.pages("xyzzy") == []
 
 
@@ -102,7 +102,7 @@ def test_the_copy_button_leaves_out_prompts_and_output(site: Path) -> None:
     )
     rule = re.search(r"([^{}]*)\{\s*display: none;\s*\}", css[css.index("/* The copy button") :])
     assert rule and all(selector in rule[1] for selector in hidden)
-    # The theme sets this attribute, reads the text that is visible then, and removes the attribute.
+    # The theme sets this attribute, reads the visible text, and removes the attribute.
     (script,) = (site / "assets" / "javascripts").glob("bundle.*.js")
     assert re.search(r'"data-md-copying".{0,200}\.innerText', script.read_text(encoding="utf-8"))
 

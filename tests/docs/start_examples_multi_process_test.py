@@ -1,4 +1,4 @@
-"""The examples of the first pages, and of the page about clusters."""
+"""Runs the examples of the first pages and of the page on clusters."""
 
 from __future__ import annotations
 

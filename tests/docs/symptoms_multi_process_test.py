@@ -1,4 +1,4 @@
-"""What the page *Troubleshooting* quotes is what is printed: every entry is brought about once."""
+"""Each text that the *Troubleshooting* page quotes is printed when the test provokes the problem."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.helpers.environment import ROOT
 from tests.helpers.processes import BACKENDS, run
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-# A heading: its title, and its anchor if that is not made from the title.
+# A heading: its title, and its anchor unless the anchor comes from the title.
 HEADING = re.compile(r"^#{3,4} (?P<title>.+?)(?: \{ #(?P<anchor>[\w-]+) \})?$", re.MULTILINE)
-# Which backends print it, if not each of them does.
+# The backends of a symptom, if only some of them print it.
 ON = {
-    "nobody_described_a_cluster": ("jax",),  # TensorFlow takes longest to tell its devices
+    "nobody_described_a_cluster": ("jax",),  # TensorFlow takes longest to list its devices
     "out_of_memory": BACKENDS,
     "too_late_for_devices": ("jax",),
     "no_tpu": ("jax",),
@@ -69,18 +69,18 @@ ENTRIES = {
     "Slow training": ["one_is_slow"],
     "Clocks": ["other_clock"],
 }
-# Entries that quote nothing: what they say is tested there.
+# Entries without a quoted text, and the tests of these symptoms.
 ELSEWHERE = {
     "NCCL": "hints_multi_process_test.py: test_nccl_without_gpus_is_a_hint",
     "Hang in the first step": "stalls_test.py: test_a_worker_that_works_has_not_hung",
     "Leftover processes": "launch/signals_multi_process_test.py: test_a_killed_launcher_takes_its_workers_along",
 }
-# In the order of the backends, whose pools are kept.
+# Sorted by backend, because each backend's pool is kept for the next test.
 CASES = sorted((BACKENDS[position % len(BACKENDS)], entry) for position, entry in enumerate(ENTRIES))
 
 
 def quoted() -> dict[str, list[str]]:
-    """The lines of the entries' texts, by entry; those with a title are an engine's, and nothing here prints them."""
+    """Returns the lines of the quoted texts by entry, except for blocks with a title, from frameworks."""
     found: dict[str, list[str]] = {}
     for entry in re.split(r"^#{2,4} ", PAGE, flags=re.MULTILINE)[1:]:
         blocks = re.findall(r"^```text\n(.*?)^```", entry, re.MULTILINE | re.DOTALL)
@@ -91,7 +91,7 @@ def quoted() -> dict[str, list[str]]:
 
 
 def pattern(line: str) -> str:
-    """What a quoted line stands for: with any other number, address, path, and anything in place of an ellipsis."""
+    """Returns a pattern for a quoted line that matches any number, address and path, and any text for "…"."""
     parts = re.split(r"(…|'[^' ]*[:/][^' ]*'|\b[\w.-]+:\d+\b|\d+(?:\.\d+)?|'checkpoints')", line.strip())
     anything = {"…": ".*"}
     return "".join(
@@ -134,7 +134,7 @@ def test_every_quoted_text_is_brought_about() -> None:
 
 
 def test_every_entry_is_brought_about() -> None:
-    titles = {found["title"] for found in HEADING.finditer(PAGE)} - {"Exit codes"}  # those that follow
+    titles = {found["title"] for found in HEADING.finditer(PAGE)} - {"Exit codes"}  # a heading of entries
     assert titles == ENTRIES.keys() | ELSEWHERE.keys()
     for place in ELSEWHERE.values():
         path, name = place.split(": ")

@@ -1,4 +1,4 @@
-"""What the examples of the pages need: data and models, made in the workers."""
+"""Makes data and models for the examples of the pages, in the workers."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from tests.helpers.processes import scope
 
 
 def images() -> dict[str, Any]:
-    """Sixty images, and the class of each."""
+    """Returns 60 images with their classes."""
     draw = np.random.RandomState(0)
     return {"x": draw.rand(60, 28, 28).astype("float32"), "y": draw.randint(10, size=60)}
 
 
 def rows() -> dict[str, Any]:
-    """300 rows of which a network can learn something."""
+    """Returns 300 rows with targets that a network can learn."""
     x, y = make_data(300, 8)
     return {"x": x, "y": y}
 
 
 def new_model(plain: bool = False) -> Any:
-    """A small model, the same each time, of the worker's strategy or plain."""
+    """Returns a small model with the same weights each time, under the worker's strategy or plain."""
     return network(4, 1, inputs=8, optimizer="adam", seed=3, scope=scope(not plain))
 
 
 def dataset(shuffles: bool = True) -> Any:
-    """The rows as a `tf.data.Dataset`."""
+    """Returns the rows as a `tf.data.Dataset`."""
     import tensorflow as tf
 
     whole = tf.data.Dataset.from_tensor_slices(tuple(rows().values()))
@@ -44,12 +44,12 @@ def dataset(shuffles: bool = True) -> Any:
 
 
 def assert_same(one: Any, two: Any) -> None:
-    """Two models have the same weights, to rounding."""
+    """Fails unless two models have the same weights, up to rounding."""
     assert_close(two.get_weights(), one.get_weights())
 
 
 class NoKdist:
-    """Takes the place of kdist, where an example is to train on one device."""
+    """Replaces kdist to train an example on one device."""
 
     def __getattr__(self, name: str) -> Any:
         return self._no_backup if name == "BackupAndRestore" else self
@@ -58,7 +58,7 @@ class NoKdist:
         return self
 
     def scope(self) -> Any:
-        """Nothing is to be entered."""
+        """Returns a context that does nothing."""
         return contextlib.nullcontext()
 
     def _no_backup(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +68,7 @@ class NoKdist:
 
 
 def model_with_and_without_kdist(example: Callable[..., dict[str, Any]], **given: Any) -> tuple[Any, Any]:
-    """The model that an example trains, with the same initial weights twice."""
+    """Runs an example with and without kdist from the same initial weights, and returns both models."""
     import keras
 
     keras.utils.set_random_seed(1)
@@ -80,7 +80,7 @@ def model_with_and_without_kdist(example: Callable[..., dict[str, Any]], **given
 
 
 def trained_on_one_device(data: Any) -> Any:
-    """The model as plain Keras trains it."""
+    """Trains a new model on plain Keras, and returns it."""
     model = new_model(plain=True)
     model.fit(data, epochs=5, verbose=0)
     return model

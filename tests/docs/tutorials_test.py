@@ -1,4 +1,4 @@
-"""The tutorials: executed unchanged, one of them per turn, and stored with what they say and draw."""
+"""The tutorials run unchanged, one per turn, and their stored outputs are up to date."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.notebooks import TUTORIALS, normalized, text_of
 from tests.turn import turn
 
 MOST_BYTES = 400_000
-# Calls that show something.
+# Calls that show output.
 SHOWS = ("print", "display", "show")
 
 each_tutorial = pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)
@@ -30,7 +30,7 @@ def code_cells(path: Path) -> list[Any]:
 
 
 def runs(place: int, tutorial: Path) -> list[Any]:
-    """Each turn runs the next tutorial, and each round of turns the next backend."""
+    """Returns a case per backend. `make test` runs one tutorial per turn, and each round the next backend."""
     rounds, offset = divmod(turn() + place, len(TUTORIALS))
     return [
         pytest.param(
@@ -73,7 +73,7 @@ def test_tutorial_runs_and_says_the_same(tutorial: Path, backend: str, tmp_path:
     try:
         output, _ = process.communicate(timeout=300)
     except subprocess.TimeoutExpired:
-        process.terminate()  # nbclient ends its kernel then
+        process.terminate()  # nbclient then ends its kernel
         output, _ = process.communicate(timeout=20)
         pytest.fail(f"not finished within 300 s\n{output}")
     assert process.returncode == 0, output
@@ -92,7 +92,7 @@ def test_tutorial_runs_and_says_the_same(tutorial: Path, backend: str, tmp_path:
 
 
 def loud(cells: list[Any]) -> list[str]:
-    """What cells have written to stderr, and their errors."""
+    """Returns the stderr output and the errors of cells."""
     return [
         output.get("text") or output.evalue
         for cell in cells
@@ -102,12 +102,12 @@ def loud(cells: list[Any]) -> list[str]:
 
 
 def shows(source: str) -> bool:
-    """Whether a cell shows something by itself, not in a function that it defines."""
+    """Returns whether a cell shows output by itself, outside of the functions that it defines."""
     if source.startswith("%%"):
         return True
     later = (ast.FunctionDef, ast.ClassDef, ast.Lambda)
     nodes = [node for node in ast.parse(source).body if not isinstance(node, later)]
-    for node in nodes:  # grows
+    for node in nodes:  # the list grows in the loop
         if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in SHOWS:
             return True
         nodes.extend(child for child in ast.iter_child_nodes(node) if not isinstance(child, later))

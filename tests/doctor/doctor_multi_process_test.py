@@ -1,4 +1,4 @@
-"""`kdist doctor` and `kdist test` in processes: where all is well on each backend, and where something is not."""
+"""`kdist doctor` and `kdist test` pass in a working setup on each backend, and report problems in others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def start(folder, name, *arguments, **env):
 
 
 def checks(said):
-    """The lines of a report: the status of each check."""
+    """Returns the status of each check in a report."""
     return {check: status for status, check in re.findall(r"^  (ok|warn|FAIL) +(\S+)", said, re.MULTILINE)}
 
 
@@ -47,7 +47,7 @@ def test_workers_that_are_well(backend, tmp_path):
     assert not list(tmp_path.glob(".kdist*"))
 
 
-# What is started, and what is said; each waits for a few seconds only, and all do so together.
+# The broken setups, with their expected output. They all wait for a few seconds at the same time.
 def broken(folder):
     def alone(name, *arguments, **env):
         return start(folder, name, "--timeout", "12", *arguments, **env)

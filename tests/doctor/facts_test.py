@@ -1,4 +1,4 @@
-"""What a worker finds out by itself, and what workers find out together, with threads for workers."""
+"""A worker finds its own facts, and workers gather their facts together. Threads stand for the workers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_ports():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert port_problem(f"127.0.0.1:{port}").startswith(f"Cannot listen on port {port}: ")
-        # torchrun's agent listens there itself.
+        # torchrun's agent uses this port itself.
         environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         taken = environ | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
         assert gather(discover(environ=environ), environ).port

@@ -1,4 +1,4 @@
-"""Every line of the doctor, provoked: facts in, lines out."""
+"""The doctor turns facts into the right lines; the tests provoke every line."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ BUSY = "Cannot listen on port 2222: Address already in use."
 
 
 def lines(one=None, two=None):
-    """What is said of two workers, by check, with what is different on either."""
+    """Returns the lines about two workers by check, with these differences on either worker."""
     everyone = [dataclasses.replace(WELL, **one or {}), dataclasses.replace(OTHER, **two or {})]
     found: dict[str, list[Line]] = {}
     for line in [*judge_software(everyone), *judge_machines(everyone)]:
@@ -74,7 +74,7 @@ def versions(**changes):
     return {"versions": WELL.versions | changes}
 
 
-# What is different on worker 0 and on worker 1, and the line that says so: status, check, words, command.
+# The differences on worker 0 and on worker 1, and the resulting line: status, check, text, command.
 PROVOKED = {
     "python": ({}, {"python": "3.12.1"}, "FAIL", "python", "3.11.7 on worker 0, 3.12.1 on worker 1", ""),
     "patch": ({}, {"python": "3.11.9"}, "warn", "python", "3.11.9 on worker 1", ""),
@@ -290,7 +290,7 @@ def test_sources_that_say_the_same_do_not_conflict():
         ([(0.0, 0.001), (0.2, 0.03)], "ok", "within 230 ms"),
         ([(0.0, 0.001), (-3.0, 0.1)], "warn", "worker 1 is 3.0 s behind; times in logs"),
         ([(0.0, 0.001), (90.0, 0.1)], "warn", "worker 1 is 90.0 s ahead; times"),
-        ([(0.0, 0.001), (3.0, 2.5)], "ok", "within 5500 ms"),  # nobody knows better
+        ([(0.0, 0.001), (3.0, 2.5)], "ok", "within 5500 ms"),  # the measurement is not more precise
     ],
 )
 def test_clocks(offsets, status, says):

@@ -1,4 +1,4 @@
-"""Files that kdist opens: checkpoints, run logs, traces."""
+"""Targets for files that kdist opens: checkpoints, run logs, traces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.compare import assert_equal
 
 
 def _index_bytes(text: bytes) -> bytes:
-    """An index with the right checksum, so that what is inside is read."""
+    """Returns an index with the right checksum, so that kdist reads its content."""
     from kdist.checkpoint.index import checksum_of
 
     body = text[1:]
@@ -44,7 +44,7 @@ def checkpoints(folder: str) -> list[Target]:
     with open(os.path.join(path, layout.INDEX), "rb") as file:
         whole = file.read()
     fields = {k: v for k, v in json.loads(whole).items() if k not in ("format", "version", "crc32")}
-    small = {**fields, "states": {}}  # the thousand numbers of random states would take most of the time
+    small = {**fields, "states": {}}  # without thousands of random numbers, which take most of the time
     files = {name: _content(os.path.join(path, name)) for name in os.listdir(path)}
     (shard,) = [name for name in files if name != layout.INDEX]
 
@@ -115,7 +115,7 @@ def _content(path: str) -> bytes:
         return file.read()
 
 
-# -- what kdist wrote and reads back ---------------------------------------------------------------------------
+# -- files that kdist wrote and reads back ---------------------------------------------------------------------
 
 
 def records(folder: str) -> list[Target]:

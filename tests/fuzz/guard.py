@@ -1,4 +1,4 @@
-"""What no input may do: take long, take much memory, unpickle, start something, or open a file somewhere else."""
+"""Forbids effects of an input: long runs, much memory, pickles, new processes, and files in other places."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _is_there = False
 
 
 class Forbidden(BaseException):
-    """An input made kdist do what no input may; no `except Exception` hides it."""
+    """Raised when an input makes kdist do something forbidden; no `except Exception` hides it."""
 
 
 def _look(event: str, args: tuple[object, ...]) -> None:
@@ -50,10 +50,10 @@ def _late(*_: object) -> None:
 
 @contextlib.contextmanager
 def watched(*folders: str) -> Iterator[None]:
-    """Within this, files are opened in these directories only, memory is limited, and what is forbidden raises."""
+    """Allows files only in these directories, limits the memory, and raises at any forbidden action."""
     global _allowed, _is_there
     if not _is_there:
-        sys.addaudithook(_look)  # which cannot be taken back
+        sys.addaudithook(_look)  # permanent: Python cannot remove an audit hook
         _is_there = True
     with open("/proc/self/statm", encoding="ascii") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
@@ -74,7 +74,7 @@ def watched(*folders: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_time() -> Iterator[None]:
-    """Within this, `SECONDS` may go by."""
+    """Raises if the block takes more than `SECONDS`."""
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Changes good inputs into bad ones, the same ones for the same seed."""
+"""Changes good inputs into bad inputs, always the same for one seed."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def change_bytes(random: Random, good: bytes, others: Sequence[bytes]) -> bytes:
 
 
 def change_value(random: Random, good: Any) -> Any:
-    """Puts something else into the place of one or two nodes of a JSON value; now and then something very deep."""
+    """Replaces one or two nodes of a JSON value, sometimes with a very deep value."""
     root = [copy.deepcopy(good)]
     for _ in range(random.choice((1, 1, 2))):
         places = list(_places(root))
@@ -142,7 +142,7 @@ def change_value(random: Random, good: Any) -> Any:
 
 
 def dump(random: Random, value: Any) -> bytes:
-    """Writes a JSON value; one in fifty is nested more deeply than Python's parser goes."""
+    """Writes a JSON value; 2% are nested more deeply than Python's parser supports."""
     text = json.dumps(value)
     if random.randrange(50) == 0:
         at = random.randrange(len(text) + 1)

@@ -1,4 +1,4 @@
-"""One parser, and inputs for it."""
+"""Defines a parser with inputs for it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Target:
     """A parser.
 
     Args:
-        name: Its name in reports.
-        share: Its part of all inputs.
-        make: Makes an input.
-        feed: Gives it to the parser, which may raise errors of kdist.
-        good: Inputs that it must accept.
+        name: The name in reports.
+        share: The fraction of all inputs.
+        make: A function that makes an input.
+        feed: A function that passes an input to the parser, and may raise errors of kdist.
+        good: Inputs that the parser must accept.
     """
 
     name: str

@@ -1,6 +1,6 @@
-"""Every parser of kdist that reads what somebody else may have written: good inputs, and how it is called.
+"""Lists every parser of kdist that reads input from outside the process, with good inputs and an adapter.
 
-The adapters are small: if a protocol changes, change its adapter and its good inputs here.
+The adapters are small. If you change a protocol, change its adapter and its good inputs here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.fuzz.target import Target
 
 
 def all_targets(folder: str) -> list[Target]:
-    """Returns the targets; they write into the folder."""
+    """Returns the targets, which write into this directory."""
     makers = (_clusters, _meetings, _calls, _messages)
     found = [*checkpoints(folder), *(target for make in makers for target in make()), *records(folder)]
     total = sum(target.share for target in found)
@@ -72,11 +72,11 @@ def _clusters() -> list[Target]:
     ]
 
 
-# -- how workers meet ------------------------------------------------------------------------------------------
+# -- rendezvous of the workers ---------------------------------------------------------------------------------
 
 
 class _Connection:
-    """One end of a connection whose other end has said something and left."""
+    """One end of a connection whose other end has sent some data and closed."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -118,7 +118,7 @@ def _meetings() -> list[Target]:
     def admit(data: bytes) -> None:
         addresses = {0: "127.0.0.1:1"}
         with contextlib.suppress(ConnectionError):
-            exchange._admit(_message(data), first, addresses)  # a message whose proof was right
+            exchange._admit(_message(data), first, addresses)  # a message with a valid proof
         assert addresses.keys() <= {0, 1, 2}
 
     def report(data: bytes) -> None:
@@ -128,7 +128,7 @@ def _meetings() -> list[Target]:
             exchange._report(second, 5.0, 1e12, lambda missing: None)
 
     def _message(data: bytes) -> Any:
-        """What `Link.check` makes of bytes with the right proof."""
+        """Returns the result of `Link.check` for bytes with a valid proof."""
         try:
             message = json.loads(data)
         except (ValueError, RecursionError):
@@ -207,7 +207,7 @@ def _calls() -> list[Target]:
         _, found = rpc._read(messages)
         assert sum(array.nbytes for array in found) <= sum(map(len, messages))
 
-    rpc._most_bytes = lambda: 64 << 20  # of a small machine
+    rpc._most_bytes = lambda: 64 << 20  # as on a small machine
     return [Target("call of a parameter server", 17, make, read, [[call]])]
 
 

@@ -1,7 +1,8 @@
-"""Tests that need GPUs: `make test-gpu`. Without a GPU all of them are skipped, with one GPU those that need two.
+"""Tests that need GPUs: `make test-gpu`. Without enough GPUs, pytest skips them.
 
-Numbers are compared with plain Keras on one CPU. The tests cover what a CPU cannot show: NCCL, the current device,
-autograd in its own threads, CUDA's generators, donated memory, and a worker that dies inside a collective.
+They compare results with plain Keras on one CPU. They cover behavior that a CPU cannot show: NCCL, the
+current device, autograd in its own threads, CUDA's generators, donated memory, and a worker that dies in a
+collective.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tests.helpers.environment import clean_environment
 from tests.helpers.processes import each_backend
 from tests.helpers.scripts import Script, local_addresses, tf_config
 
-# Found without a framework, which pytest's own process never imports.
+# Counted without a framework, because pytest's own process never imports a framework.
 GPUS = len(visible_gpus()) if may_have_gpus() else 0
 pytestmark = [
     pytest.mark.gpu,
@@ -79,7 +80,7 @@ COMMON = """
 
 
 def scripts(tmp_path, backend, source, workers=1, **told):
-    """Runs a script in one process or more; returns what the last line of each says, as JSON."""
+    """Runs a script in one or more processes, and returns the JSON in the last line of each output."""
     if importlib.util.find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed")
     addresses = local_addresses(workers)
@@ -87,12 +88,12 @@ def scripts(tmp_path, backend, source, workers=1, **told):
     for index in range(workers):
         (folder := tmp_path / f"{len(list(tmp_path.iterdir()))}").mkdir()
         env = {"KERAS_BACKEND": backend, "TF_FORCE_GPU_ALLOW_GROWTH": "true", **told}
-        # The tests' options of XLA are for CPUs. The package for GPUs rejects options that it does not know.
+        # The tests' XLA options are for CPUs, and the package for GPUs rejects unknown options.
         env |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": ""}
         if workers > 1:
             env["TF_CONFIG"] = tf_config(addresses, index)
         whole = textwrap.dedent(COMMON) + textwrap.dedent(source)
-        # A process of its own: what is forked could not start CUDA if its parent has.
+        # A new process, because a fork cannot start CUDA if its parent has already started it.
         started.append(Script(folder, "gpu", whole, env, command=(sys.executable,)))
     return [script.finish(500).told() for script in started]
 
@@ -151,7 +152,7 @@ def test_two_gpus_of_a_process_train_as_one_cpu(backend, tmp_path):
 @two_gpus
 @each_backend
 def test_two_workers_of_one_gpu_each_train_as_one_cpu(backend, tmp_path):
-    """Both see all GPUs, and share them."""
+    """Both workers see all GPUs, and share them."""
     source = WORKERS.format(build="batch_norm=True")
     same_as_plain_keras(tmp_path, backend, source, workers=2, build="batch_norm=True")
 

@@ -25,7 +25,7 @@ _TRANSLATED = {"tf.distribute.": "kdist.", "tf.keras.": "keras."}
 
 @dataclass(frozen=True)
 class Block:
-    """A block of the file: `kind` is empty for a snippet; one that "fails" does so in some places, with that error."""
+    """A block of the file. `kind` is empty for a snippet, or "fails" for a snippet that fails somewhere."""
 
     kind: str
     source: str
@@ -33,7 +33,7 @@ class Block:
     error: str
 
     def expectation(self) -> AbstractContextManager[Any]:
-        """What it runs in: something that wants it to fail, or that does not mind, or nothing."""
+        """Returns a context that requires an error, allows an error, or does nothing."""
         import keras
 
         from kdist.backends import get_backend
@@ -64,13 +64,13 @@ SECTIONS = _read()
 
 
 def play(title: str, changes: Mapping[str, str] | None = None, **names: Any) -> list[Any]:
-    """In a worker of a pool: runs a section; returns its results.
+    """Runs a section in a worker of a pool, and returns its results.
 
     Args:
-        title: Of the section.
-        changes: What is written in place of something else. A snippet that fails as it stands is mended by them, and
-            what would run instead of it does not.
-        **names: What the snippets find beside `tf`, `keras`, `kdist` and `worker`.
+        title: The title of the section.
+        changes: Replacements in the source. They fix snippets that fail unchanged, and the blocks that would
+            replace such a snippet do not run.
+        **names: More names for the snippets, in addition to `tf`, `keras`, `kdist` and `worker`.
     """
     import keras
     import tensorflow as tf
@@ -100,5 +100,5 @@ def play(title: str, changes: Mapping[str, str] | None = None, **names: Any) -> 
 
 
 def play_all(titles: list[str]) -> dict[str, list[Any]]:
-    """The same for several sections, without changes."""
+    """Runs several sections without changes."""
     return {title: play(title) for title in titles}

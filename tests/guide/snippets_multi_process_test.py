@@ -1,7 +1,7 @@
-"""The snippets of TensorFlow's guide and API page, which `snippets.md` lists, on every backend.
+"""The snippets of TensorFlow's guide and API page, which are in `snippets.md`, work on every backend.
 
-As they stand, against arithmetic by hand; and with rows that differ in place of the guide's ones, where a row that is
-lost, doubled or swapped shows, under every strategy of the guide.
+They run unchanged, and the tests compute the results by hand. Under every strategy of the guide, they also
+run with different rows instead of rows of ones, so that a lost, doubled or swapped row changes the results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ONES = [(np.ones((10, 1)), np.ones((10, 1)))]
 
 
 def descend(start, steps, slope_of, rate):
-    """By hand: the loss of each step, and the weights after it."""
+    """Computes by hand the loss of each step, and the weights after it."""
     kernel, bias = (np.array(w, "float64") for w in start)
     losses, weights = [], []
     for x, y in steps:
@@ -89,7 +89,7 @@ def test_every_snippet_of_the_guide(backend):
 def test_every_snippet_for_several_workers(backend, num_workers):
     found = run(backend, num_workers, play_all, ON_WORKERS)
     rows = [one[API][0] for one in found]
-    # Each worker's dataset gives its two rows in turn, one a step.
+    # Each worker's dataset yields its two rows in turn, one per step.
     steps = [[np.concatenate([mine[part][[i]] for mine in rows]) for part in (0, 1)] for i in (0, 1)]
     for one in found:
         assert one["Guide: MultiWorkerMirroredStrategy (workers)"] == [num_workers, num_workers]
@@ -100,7 +100,7 @@ def test_every_snippet_for_several_workers(backend, num_workers):
         same(after, descend(before, 2 * steps, softmax, 0.1)[1][-1])
 
 
-# Rows that differ ------------------------------------------------------------------------------------------------
+# Different rows --------------------------------------------------------------------------------------------------
 
 
 def rows():
@@ -114,7 +114,7 @@ DIFFER = {
 }
 TWO_DEVICES = 'kdist.MirroredStrategy(["cpu:0", "cpu:1"])'
 ONE_WORKER = (
-    "kdist.MirroredStrategy()",  # as the guide writes it: all devices there are
+    "kdist.MirroredStrategy()",  # as in the guide: all available devices
     TWO_DEVICES,
     'kdist.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=kdist.HierarchicalCopyAllReduce())',
     'kdist.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"])',
@@ -129,14 +129,14 @@ SEVERAL = (
 
 
 class Nothing:
-    """In place of a strategy: the same code without one."""
+    """Replaces a strategy, to run the same code without it."""
 
     scope = contextlib.nullcontext
     num_replicas_in_sync = 2
 
 
 def fit_under(strategies):
-    """The losses of the guide's `fit` and `evaluate` under each."""
+    """Returns the losses of the guide's `fit` and `evaluate` under each strategy."""
     found = {}
     for strategy in strategies:
         changes = DIFFER | {TWO_DEVICES: "nothing", "kdist.MirroredStrategy()": strategy}
@@ -158,7 +158,7 @@ def test_fit(backend, num_workers):
 
 
 def loops(strategy):
-    """The guide's loop, and on TensorFlow the one with `tf.GradientTape`, too: there only "none" is spelled anew."""
+    """Runs the guide's loop, and on TensorFlow also the loop with `tf.GradientTape`, with one new name."""
     import keras
 
     changes = [DIFFER | {TWO_DEVICES: strategy}]
@@ -179,7 +179,7 @@ def test_loops(backend, num_workers):
 
 
 def input_of_the_guide():
-    """What the replicas of the guide's loop get, by iterating, by `next` and of a dataset of arrays."""
+    """Returns the rows of each replica in the guide's loop: by iteration, by `next`, and from arrays."""
     import keras
     import tensorflow as tf
 
@@ -207,6 +207,6 @@ def test_the_input_of_loops(backend):
     for number, replicas in enumerate(seen):
         assert len(replicas) == 2
         for i, (replica_x, replica_y) in enumerate(replicas):
-            first = 10 * (number % 10) + 5 * i  # in order, the first rows to the first replica
+            first = 10 * (number % 10) + 5 * i  # in order, the first rows for the first replica
             np.testing.assert_array_equal(replica_x, x[first : first + 5])
             np.testing.assert_array_equal(replica_y, y[first : first + 5])

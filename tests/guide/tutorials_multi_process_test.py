@@ -1,4 +1,4 @@
-"""Scripts after the Keras tutorials of `tf.distribute`, on every backend after a search and replace."""
+"""Scripts from the Keras tutorials of `tf.distribute` work on every backend after a search and replace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.helpers.processes import each_backend, each_backend_in_twelve_turns
 from tests.helpers.scripts import Script, environments_of, finished
 
 PAGE = Path(__file__).with_name("tutorials.md").read_text(encoding="utf-8")
-# Ten classes that a network tells apart: each has another bright row.
+# Ten classes that a network can distinguish: each has a different bright row.
 BEFORE = """
 import numpy as np
 
@@ -50,7 +50,7 @@ print("FOUND", json.dumps([[float(v) for v in values] for values in found]))
 
 
 def script(title: str) -> str:
-    """A tutorial of TensorFlow as a script of kdist."""
+    """Returns a tutorial of TensorFlow as a script for kdist."""
     (code,) = re.findall(rf"^## {title}\n+```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     for old, new in (("tf.distribute", "kdist"), ("tf.keras", "keras")):
         assert old in code

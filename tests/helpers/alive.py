@@ -1,4 +1,4 @@
-"""Whether processes have gone. A number alone does not say: the system may have given it to another since."""
+"""Finds out whether processes have ended. A process id is not enough, because the system reuses the ids."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import contextlib
 import time
 from collections.abc import Iterable
 
-Identity = tuple[int, str]  # its number, and when it started, in ticks since the machine did
+Identity = tuple[int, str]  # the process id, and the start time in clock ticks since boot
 
 
 def identity_of(pid: int) -> Identity:
-    """Returns what names a process for good."""
+    """Returns an identity that no other process will have."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         return pid, file.read().rpartition(b")")[2].split()[19].decode()
 
 
 def is_alive(process: Identity) -> bool:
-    """Says whether it runs; one that has ended, and that nobody has asked about yet (a zombie), does not."""
+    """Returns whether the process still runs; a zombie does not."""
     pid, started = process
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
@@ -25,7 +25,7 @@ def is_alive(process: Identity) -> bool:
 
 
 def left_of(processes: Iterable[Identity], within: float = 0.0) -> list[Identity]:
-    """Returns those that are still alive, giving them some seconds to end."""
+    """Waits up to some seconds for processes to end, and returns the processes that are still alive."""
     deadline = time.monotonic() + within
     left = list(processes)
     while left := [process for process in left if is_alive(process)]:

@@ -1,6 +1,6 @@
-"""A linear model on a few rows, whose training can be computed by hand: an oracle that needs no framework.
+"""Trains a linear model by hand: an independent check of results that needs no framework.
 
-Scripts in processes of their own train it; the tests themselves only compute.
+Scripts in separate processes train the same model; the tests themselves only compute.
 """
 
 from __future__ import annotations
@@ -9,30 +9,30 @@ from typing import Any
 
 import numpy as np
 
-ROWS, BATCH = 20, 8  # 3 steps an epoch, the last of 4 rows
+ROWS, BATCH = 20, 8  # 3 steps per epoch, the last step with 4 rows
 STEPS = 3
 RATE, MOMENTUM = 0.01, 0.9
 
 
 def rows() -> tuple[np.ndarray, np.ndarray]:
-    """What is trained on: no two rows are alike, and none is fitted exactly."""
+    """Returns the training data: all rows differ, and the model fits none of them exactly."""
     random = np.random.RandomState(11)
     x = random.randn(ROWS, 3).astype("float32")
     return x, (x @ [[1.5], [-2.0], [0.5]] + random.randn(ROWS, 1)).astype("float32")
 
 
 def start() -> list[np.ndarray]:
-    """The weights before the first step: kernel and bias."""
+    """Returns the weights before the first step: kernel and bias."""
     return [np.array([[0.3], [-0.7], [1.1]], "float32"), np.array([0.25], "float32")]
 
 
 def weights(epochs: int) -> list[float]:
-    """The weights after so many epochs in the order of the rows: stochastic gradient descent with momentum."""
+    """Returns the weights after some epochs in the order of the rows: gradient descent with momentum."""
     return _trained(epochs)[0]
 
 
 def losses(epochs: int) -> list[float]:
-    """The loss that `fit` reports for each of so many epochs."""
+    """Returns the losses that `fit` reports for some epochs."""
     return _trained(epochs)[1]
 
 
@@ -54,10 +54,10 @@ def _trained(epochs: int) -> tuple[list[float], list[float]]:
 
 
 def model(is_true: bool = True) -> Any:
-    """The compiled model. To be called in a strategy's scope.
+    """Returns the compiled model. Call it in a strategy's scope.
 
     Args:
-        is_true: Whether it starts where the computation by hand does; else far away from there.
+        is_true: Whether the model starts with the weights of `start`; otherwise it starts far away from them.
     """
     import keras
 
@@ -68,18 +68,18 @@ def model(is_true: bool = True) -> Any:
 
 
 def fit(made: Any, epochs: int, *callbacks: Any) -> None:
-    """Trains it on all rows, in their order."""
+    """Trains the model on all rows, in their order."""
     x, y = rows()
     made.fit(x, y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
 
 
 def show(made: Any) -> str:
-    """The weights as a line that `shown` reads."""
+    """Returns the weights as a line for `shown`."""
     values = [value for part in made.get_weights() for value in np.ravel(part).tolist()]
     return "WEIGHTS " + " ".join(map(repr, values))
 
 
 def shown(output: str) -> list[list[float]]:
-    """The weights in each line of an output that `show` has made."""
+    """Returns the weights from each line of `show` in an output."""
     lines = [line.partition("WEIGHTS ")[2] for line in output.splitlines() if "WEIGHTS " in line]
     return [[float(word) for word in line.split()] for line in lines]

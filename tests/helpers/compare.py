@@ -1,4 +1,4 @@
-"""Comparisons of nested results, which name the place that differs."""
+"""Compares nested results, and names the place of a difference."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ def assert_close(actual: Any, expected: Any, rtol: float = 1e-5, atol: float = 2
     """Fails unless two results have the same structure and numbers.
 
     Args:
-        actual: Arrays, numbers and texts, also in dictionaries, lists and tuples.
-        expected: The same.
+        actual: Arrays, numbers and strings, possibly nested in dictionaries, lists and tuples.
+        expected: The expected result.
         rtol: The tolerance relative to the expected number; with 0, the numbers must be equal.
         atol: The absolute tolerance.
-        where: What is compared, for the message.
+        where: The name of the result, for the message.
     """
     if isinstance(expected, dict):
         assert actual.keys() == expected.keys(), where

@@ -9,19 +9,19 @@ import numpy as np
 
 
 def make_data(rows: int = 24, columns: int = 3) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs, and targets with one column, of which a model can learn something; no two rows are alike."""
+    """Returns inputs, and targets with one column that a model can learn. All rows differ."""
     x = np.random.RandomState(0).randn(rows, columns).astype("float32")
     return x, x[:, :1] * 2 - x[:, 1:2]
 
 
 def in_batches(x: np.ndarray, y: np.ndarray, sizes: tuple[int, ...]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The rows in batches of these sizes."""
+    """Returns the rows in batches of these sizes."""
     ends = np.cumsum(sizes)
     return [(x[end - size : end], y[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
 
 
 def py_dataset(batches: Sequence[Any], workers: int = 1) -> Any:
-    """The batches as a `keras.utils.PyDataset`."""
+    """Returns the batches as a `keras.utils.PyDataset`."""
     import keras
 
     class Batches(keras.utils.PyDataset):
@@ -35,7 +35,7 @@ def py_dataset(batches: Sequence[Any], workers: int = 1) -> Any:
 
 
 def loader(x: np.ndarray, y: np.ndarray, **options: Any) -> Any:
-    """The rows as a `DataLoader` with these options."""
+    """Returns the rows as a `DataLoader` with these options."""
     from torch import from_numpy
     from torch.utils.data import DataLoader, TensorDataset
 

@@ -1,4 +1,4 @@
-"""The environment of processes that tests start."""
+"""Sets up the environment of processes that tests start."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# Outside the checkout, so that a new clone finds the files.
+# Outside the checkout, so that all clones share the files.
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kdist-tests"
 
-# How the names of variables begin that describe a backend, a cluster or kdist's own settings.
+# Prefixes of variables that describe a backend, a cluster or kdist's own settings.
 DESCRIBING = (
     "KERAS_",
     "TF_CONFIG",
@@ -42,16 +42,16 @@ DESCRIBING = (
 
 
 def keep_bytecode() -> None:
-    """Lets this process and its children write compiled modules, whatever the shell says.
+    """Lets this process and its children write compiled modules, whatever the shell has set.
 
-    Asserts are rewritten when a module is compiled, and each worker imports the modules again.
+    Pytest rewrites asserts when it compiles a module, and each worker imports the modules again.
     """
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's environment without what describes a backend or a cluster, on few threads."""
+    """Returns this process's environment for few threads, without variables for a backend or a cluster."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(DESCRIBING)}
     return kept | {
         "PYTHONPATH": str(ROOT),
@@ -65,6 +65,6 @@ def clean_environment() -> dict[str, str]:
 
 
 def own_ports() -> str:
-    """Returns the ports of this process of pytest-xdist: a port that one test closed must not go to another test."""
+    """Returns the ports of this pytest-xdist process, so that two tests never use the same port."""
     first = 15000 + 3000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 5)
     return f"{first}-{first + 2999}"

@@ -1,4 +1,4 @@
-"""The backward pass of PyTorch in another thread, as on a GPU, where autograd has threads of its own."""
+"""Runs PyTorch's backward pass in another thread, as autograd does on a GPU."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class _Own(threading.local):
 
 @contextlib.contextmanager
 def foreign_backward() -> Iterator[None]:
-    """Within this, each thread has another one run its backward passes. Does nothing without PyTorch.
+    """Lets another thread run the backward passes of each thread. Does nothing without PyTorch.
 
-    What runs there is the engine alone, which `backward` and `grad` both call.
+    Only the engine, which `backward` and `grad` both call, runs there.
     """
     import keras
 

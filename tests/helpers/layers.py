@@ -1,4 +1,4 @@
-"""The packages of kdist in their layers, and the imports between them, read from the syntax trees."""
+"""Defines the layers of kdist's packages, and reads the imports between them from the syntax trees."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ ROOT = Path(kdist.__file__).resolve().parents[1]
 FILES = sorted((ROOT / "kdist").rglob("*.py"))
 BACKENDS = ("tensorflow", "jax", "torch")
 
-# From the lowest layer to the highest: a package imports only packages before it, also lazily or for types only.
-# The framework packages ("engines") come after the data that they iterate over. Only `backends` imports them, by name.
+# From the lowest layer to the highest. A package imports only packages before it, even lazily or only for
+# types. The framework packages ("engines") follow the data that they iterate over. Only `backends` imports
+# them, by name.
 ORDER = (
     "errors",
     "names",
@@ -61,7 +62,7 @@ ORDER = (
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module, and whether it is imported only for types or only when a function is called."""
+    """An imported module, and whether the import is only for types, or inside a function."""
 
     path: Path
     line: int
@@ -98,7 +99,7 @@ def imports_of(path: Path) -> Iterator[Import]:
 
 
 def module_of(path: Path) -> str:
-    """The module that a file is: "kdist.cluster.tf_config"."""
+    """Returns the name of a file's module, for example "kdist.cluster.tf_config"."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -107,14 +108,14 @@ MODULES = {module_of(path) for path in FILES}
 
 
 def imported_module(name: str) -> str:
-    """The module of kdist that contains an imported name; "" for other libraries."""
+    """Returns the module of kdist that contains an imported name, or "" for other libraries."""
     while name and name not in MODULES:
         name = name.rpartition(".")[0]
     return name
 
 
 def package_of_module(module: str) -> str:
-    """The package of a module in `ORDER`: "cluster", "errors", "engines"."""
+    """Returns a module's package in `ORDER`, for example "cluster" or "engines"."""
     parts = module.split(".")
     if parts[1:2] == ["backends"] and parts[2:3] and parts[2] in BACKENDS:
         return "engines"
@@ -129,6 +130,6 @@ ALL_IMPORTS = [found for path in FILES for found in imports_of(path)]
 
 
 def edges() -> list[tuple[str, str, Import]]:
-    """The imports between modules of kdist: importing module, imported module, statement."""
+    """Returns the imports between modules of kdist: importing module, imported module, statement."""
     found = [(module_of(one.path), imported_module(one.module), one) for one in ALL_IMPORTS]
     return [(here, there, one) for here, there, one in found if there and here != there]

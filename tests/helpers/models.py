@@ -1,4 +1,4 @@
-"""Small models, and what they contain, for functions that run in workers."""
+"""Makes small models, and reads their variables, for functions that run in workers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def network(
     """Returns a compiled model of dense layers.
 
     Args:
-        *layers: A number stands for a dense layer with so many units; all but the last one have `tanh`.
-        inputs: The columns of the data.
+        *layers: Layers. A number is a dense layer with so many units, and `tanh` unless it is the last layer.
+        inputs: The number of columns of the data.
         optimizer: A name, or an optimizer.
-        rate: The learning rate of a named optimizer, if not the usual one.
+        rate: The learning rate of a named optimizer, if not the default.
         loss: As for `compile`.
-        seed: Keras's seed, set before.
-        scope: Where the model is made: for example `strategy().scope()`.
+        seed: Keras's seed, set before the model is made.
+        scope: The context to make the model in, for example `strategy().scope()`.
         **compiled: More arguments of `compile`.
     """
     import keras
@@ -49,12 +49,12 @@ def network(
 
 
 def weights_of(model: Any) -> list[np.ndarray]:
-    """Copies of the weights, as arrays."""
+    """Returns copies of the weights, as arrays."""
     return _arrays(model.weights)
 
 
 def state_of(model: Any) -> list[np.ndarray]:
-    """Copies of all variables as arrays: the weights, the seeds, and the optimizer's."""
+    """Returns copies of all variables as arrays: the weights, the seeds, and the optimizer's variables."""
     return _arrays([*model.variables, *model.optimizer.variables])
 
 

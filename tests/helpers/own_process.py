@@ -1,4 +1,4 @@
-"""Fails each test after which pytest's own process has a framework: tests run frameworks in workers."""
+"""Fails each test that imports a framework in pytest's own process: frameworks belong in workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FRAMEWORKS = ("tensorflow", "jax", "torch", "keras")
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """A test, because nothing reads the exit status of a process of pytest-xdist."""
+    """Fails a test, because pytest-xdist ignores the exit codes of its processes."""
     imported = [name for name in FRAMEWORKS if name in sys.modules]
     if imported:
         pytest.fail(

@@ -1,4 +1,4 @@
-"""Ports that lie side by side, as the workers of one machine have them."""
+"""Finds consecutive free ports, as for the workers of one machine."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kdist.cluster import free_ports
 
 
 def neighboring_ports(number: int, hosts: Sequence[str] = ("127.0.0.1",)) -> int:
-    """Returns the first of some ports in a row that are free on each host.
+    """Returns the first of some consecutive ports that are free on each host.
 
-    They come from below the range that the system gives to outgoing connections, as those of `free_ports`.
+    The ports are below the system's range for outgoing connections, as with `free_ports`.
     """
     for _ in range(100):
         first = free_ports(1, hosts[0])[0]

@@ -1,8 +1,8 @@
-"""Worker processes that the test modules share.
+"""Runs functions in worker processes that the test modules share.
 
-The pytest process imports no framework: a module that needs one runs functions in a `WorkerPool`. A pool is
-kept for the next test of the same backend and number of workers. Workers are forked from a process that has imported
-the backend (`zygote.py`); with `--no-forks` they are started as a user's are.
+The pytest process imports no framework: a module that needs a framework runs functions in a `WorkerPool`. The
+next test with the same backend and number of workers uses the same pool. Workers are forked from a process
+that has imported the backend (`zygote.py`). With `--no-forks` they start like a user's workers.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from tests.helpers.environment import DESCRIBING
 from tests.helpers.zygote import zygote
 
 BACKENDS = ("tensorflow", "jax", "torch")
-# A first step may have to compile on a busy machine; a hang ends here, with all stacks printed, and before
-# pytest-timeout ends the test without them.
+# A first step may have to compile on a busy machine. A hang ends after this time with all stacks printed,
+# before pytest-timeout ends the test without them.
 TIMEOUT = 150.0
 
 
 def full_unless(is_pair: bool) -> list[pytest.MarkDecorator]:
-    """The marks of a product's test: `make test` leaves it out unless it is one of the pairs."""
+    """Returns the marks of a case: `make test` leaves it out unless it is a selected pair."""
     return [] if is_pair else [pytest.mark.full]
 
 
 def each_backend_within(turns: int) -> Callable[[Any], Any]:
-    """Returns a decorator that runs a test on all backends; `make test` within a number of turns."""
+    """Returns a decorator that runs a test on all backends; `make test` needs some turns to run them all."""
     each = pytest.mark.parametrize("backend", BACKENDS, scope="module")
     return lambda test: pytest.mark.in_turn(turns)(each(test))
 
 
-# `make test` runs the test on one backend, and on the next with each turn.
+# `make test` runs the test on one backend, and on the next backend in the next turn.
 each_backend = each_backend_within(len(BACKENDS))
 # For long tests of whole programs.
 each_backend_in_twelve_turns = each_backend_within(4 * len(BACKENDS))
@@ -62,13 +62,13 @@ class ForkedPool(WorkerPool):
 
 
 class PlainPool(ForkedPool):
-    """The same for what needs a process in which nothing of kdist touches Keras."""
+    """A `ForkedPool` whose processes keep Keras unchanged by kdist."""
 
     plain = True
 
 
 def start_pool(num_workers: int, backend: str, timeout: float = TIMEOUT, plain: bool = False) -> WorkerPool:
-    """Returns a new pool, which the caller closes; in a plain one nothing of kdist touches Keras."""
+    """Returns a new pool, which the caller closes. In a plain pool, kdist does not change Keras."""
     if forks:
         return (PlainPool if plain else ForkedPool)(num_workers, backend, timeout=timeout)
     pool = WorkerPool(num_workers, backend, timeout=timeout)
@@ -79,11 +79,11 @@ def start_pool(num_workers: int, backend: str, timeout: float = TIMEOUT, plain: 
 def run(
     backend: str, num_workers: int, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT
 ) -> list[Any]:
-    """Runs a function in all workers of the pool of a backend; returns one result a worker.
+    """Runs a function in all workers of a backend's pool, and returns a list with the result of each worker.
 
-    The workers have their strategies already: with one worker, a `MirroredStrategy` on two CPU devices and a
-    `CentralStorageStrategy` on three, else a `MultiWorkerMirroredStrategy`; see `strategy`. After a failure the pool
-    is thrown away.
+    The workers already have their strategies. A single worker has a `MirroredStrategy` on two CPU devices and
+    a `CentralStorageStrategy` on three. Several workers have a `MultiWorkerMirroredStrategy`; see `strategy`.
+    After a failure, the pool is closed, and the next test gets a new pool.
     """
     pool = _kept(num_workers, backend)
     try:
@@ -94,7 +94,7 @@ def run(
 
 
 def run_plain(backend: str, fn: Callable[..., Any], *args: Any) -> Any:
-    """Runs a function in a process of its own in which nothing of kdist touches Keras; returns its result."""
+    """Runs a function in a separate process where kdist does not change Keras, and returns its result."""
     pool = start_pool(1, backend, plain=True)
     try:
         return pool.run(_without_hooks, fn, *args)[0]
@@ -112,7 +112,7 @@ def _without_hooks(fn: Callable[..., Any], *args: Any) -> Any:
 def _fresh(fn: Callable[..., Any], *args: Any) -> Any:
     import keras
 
-    keras.utils.clear_session(free_memory=False)  # to collect garbage takes longer than many a test
+    keras.utils.clear_session(free_memory=False)  # a garbage collection takes longer than many tests
     before = _settings()
     result = fn(*args)
     after = _settings()
@@ -122,7 +122,7 @@ def _fresh(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def _settings() -> dict[str, Any]:
-    """What a test must restore in a kept worker."""
+    """Returns the settings that a test must restore in a kept worker."""
     import keras
 
     logger = logging.getLogger("kdist")
@@ -148,17 +148,17 @@ _in_worker: dict[int, Any] = {}
 
 
 def strategy(num_replicas: int = 2) -> Any:
-    """In a worker of a pool: its strategy, made at the first call, before anything is computed.
+    """Returns the strategy of a pool's worker. The first call makes it, before any computation.
 
     Args:
-        num_replicas: 2, whose variables are mirrored, or 3, whose variables are on the second device alone; with
-            several workers there is one strategy only.
+        num_replicas: 2 for mirrored variables, or 3 for variables on the second device only. With several
+            workers there is only one strategy.
     """
     import kdist
 
     if not _in_worker:
         if int(os.environ["WORLD_SIZE"]) == 1:
-            devices = [f"cpu:{i}" for i in range(3)]  # none can be added later
+            devices = [f"cpu:{i}" for i in range(3)]  # no device can be added later
             _in_worker[3] = kdist.experimental.CentralStorageStrategy(devices, devices[1])
             _in_worker[2] = kdist.MirroredStrategy(devices[:2])
         else:
@@ -168,19 +168,19 @@ def strategy(num_replicas: int = 2) -> Any:
 
 
 def rank() -> int:
-    """In a worker of a pool: its index."""
+    """Returns the index of a pool's worker."""
     return int(os.environ["RANK"])
 
 
 def scope(under_strategy: bool) -> Any:
-    """In a worker of a pool: its strategy's scope; in a plain process, nothing."""
+    """Returns the scope of the worker's strategy, or a context that does nothing."""
     return strategy().scope() if under_strategy else contextlib.nullcontext()
 
 
 def _prepare() -> None:
     strategy()  # not returned: a strategy cannot be pickled
     gc.collect()
-    gc.freeze()  # the frameworks' own objects stay; else each collection would look at all of them
+    gc.freeze()  # keeps the frameworks' objects out of later garbage collections
 
 
 def _prepared_pool(num_workers: int, backend: str, env: None) -> WorkerPool:

@@ -1,4 +1,4 @@
-"""Lets asserts show their values in workers: imported there, it rewrites test modules and helpers as pytest does."""
+"""Lets asserts show their values in workers: rewrites test modules and helpers as pytest does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from _pytest.assertion.rewrite import AssertionRewritingHook, assertstate_key
 
 
 class _Config:
-    """The parts of pytest's configuration that the rewriting needs: to load plugins here would take longer."""
+    """The parts of pytest's configuration that the rewriting needs, without the slow load of plugins."""
 
     def __init__(self) -> None:
         self.stash = pytest.Stash()

@@ -1,4 +1,4 @@
-"""A script of a job whose workers train one model, and the comparison of its numbers with one device."""
+"""Trains one model on the workers of a job, and compares the numbers with one device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if __name__ == "__main__":
 
 
 def check_numbers(backend: str, num_workers: int, scripts: Sequence[Script]) -> None:
-    """Waits for the scripts, which run `SCRIPT` in so many workers, and compares the numbers of each worker."""
+    """Waits for the scripts, which run `SCRIPT` in all workers, and compares each worker's numbers."""
     printed = [line for script in scripts for line in script.finish().stdout().splitlines()]
     found = [json.loads(line.partition("NUMBERS ")[2]) for line in printed if "NUMBERS " in line]
     assert sorted(one[:2] for one in found) == [[rank, num_workers] for rank in range(num_workers)]

@@ -1,6 +1,7 @@
-"""Scripts in processes of their own, one or several workers. See `processes.py` for functions in kept workers.
+"""Runs scripts in separate processes, for one or several workers.
 
-A script that runs a backend is forked from a process that has imported it (`zygote.py`).
+A script that runs a backend is forked from a process that has already imported it (`zygote.py`). To run
+functions in kept workers, see `processes.py`.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ class Script:
     """A process that runs a Python script, with its output in files.
 
     Args:
-        folder: Where the script and its output are written, and where it runs.
-        name: Of the files.
+        folder: The directory of the script and its output, and its working directory.
+        name: The name of the files.
         source: The script.
-        env: More environment variables than a clean shell has. If they contain `KERAS_BACKEND`, and there is no
-            `command`, the script runs in a fork of a process that has already imported this backend.
-        command: What runs the script; by default this Python.
+        env: Environment variables in addition to a clean shell. If they contain `KERAS_BACKEND`, and there is
+            no `command`, the script runs in a fork of a process that has already imported this backend.
+        command: The command that runs the script; by default this Python.
     """
 
     def __init__(
@@ -86,25 +87,25 @@ class Script:
                 )
 
     def wait(self, timeout: float = TIMEOUT) -> int:
-        """Waits for the end; returns the exit code."""
+        """Waits for the end, and returns the exit code."""
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             if isinstance(self.process, Forked):
                 self.process.send_signal(STACKS)
-                time.sleep(2)  # it writes its stacks
+                time.sleep(2)  # time to write the stacks
             raise AssertionError(
                 f"Not finished within {timeout:g} s:\n{self.stdout()}\n{self.stderr()}"
             ) from None
 
     def finish(self, timeout: float = TIMEOUT, code: int = 0) -> Script:
-        """Waits for the end, which must come with this exit code; returns the script, which no longer runs."""
+        """Waits for the end, checks the exit code, and returns the ended script."""
         with self:
             assert self.wait(timeout) == code, self.output()
         return self
 
     def told(self, after: str = "") -> Any:
-        """The JSON that it has printed: in its last line, or after some text, which one line contains."""
+        """Returns the JSON in the last line of the output, or after a text that one line contains."""
         lines = self.stdout().splitlines()
         if after:
             (line,) = [line.partition(after)[2] for line in lines if after in line]
@@ -119,7 +120,7 @@ class Script:
         self.kill()
 
     def wait_for(self, text: str, timeout: float = TIMEOUT) -> None:
-        """Waits until the script has printed something."""
+        """Waits until the script has printed a text."""
         deadline = time.monotonic() + timeout
         while text not in self.stdout():
             assert self.process.poll() is None, self.stdout() + self.stderr()
@@ -128,29 +129,29 @@ class Script:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code, or `None` while it runs."""
+        """The exit code, or `None` while the script runs."""
         return self.process.poll()
 
     @property
     def ended_at(self) -> float:
-        """When a forked process ended, by `time.monotonic()`."""
+        """The time when a forked process ended, by `time.monotonic()`."""
         assert isinstance(self.process, Forked)
         return self.process.ended_at
 
     def stdout(self) -> str:
-        """What it has printed so far."""
+        """Returns the stdout so far."""
         return self._out.read_text(encoding="utf-8", errors="replace")
 
     def stderr(self) -> str:
-        """What it has written to stderr so far."""
+        """Returns the stderr so far."""
         return self._err.read_text(encoding="utf-8", errors="replace")
 
     def output(self) -> str:
-        """Both."""
+        """Returns the stdout and stderr so far."""
         return self.stdout() + self.stderr()
 
     def kill(self) -> None:
-        """Ends the process if it has not ended."""
+        """Kills the process if it still runs."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(10)
@@ -159,14 +160,14 @@ class Script:
 def run_python(
     *command: str, cwd: Path | None = None, timeout: float = 120, code: int | None = 0, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a new Python with a command line to its end, in a clean environment, and keeps what it prints.
+    """Runs a new Python with these arguments in a clean environment, and returns the ended process.
 
     Args:
         *command: The arguments of Python.
-        cwd: Where it runs.
+        cwd: The working directory.
         timeout: In seconds.
-        code: The exit code that it must have; `None` for any.
-        **env: Environment variables beyond those of a clean shell.
+        code: The expected exit code, or `None` for any.
+        **env: Environment variables in addition to a clean shell.
     """
     done = subprocess.run(
         [sys.executable, *command], cwd=cwd, env=clean_environment() | env, stdin=subprocess.DEVNULL,
@@ -177,7 +178,7 @@ def run_python(
 
 
 def wait_until(is_true: Callable[[], object], seconds: float = 60.0) -> None:
-    """Waits for a condition, and fails if it takes longer."""
+    """Waits for a condition, and fails after some seconds."""
     deadline = time.monotonic() + seconds
     while not is_true():
         assert time.monotonic() < deadline, f"not within {seconds:g} s"
@@ -185,24 +186,24 @@ def wait_until(is_true: Callable[[], object], seconds: float = 60.0) -> None:
 
 
 def tf_config(addresses: Sequence[str], index: int, **task: Any) -> str:
-    """The value of `TF_CONFIG` for one worker."""
+    """Returns the value of `TF_CONFIG` for one worker."""
     return json.dumps(
         {"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": index} | task}
     )
 
 
 def local_addresses(number: int) -> list[str]:
-    """Addresses of this machine whose ports are free."""
+    """Returns addresses of this machine with free ports."""
     return [f"127.0.0.1:{port}" for port in free_ports(number)]
 
 
 def environments_of(backend: str, addresses: Sequence[str] | int = 2, **env: str) -> list[dict[str, str]]:
-    """The environment of each worker of a cluster on this machine. A script finds its index in `RANK_HERE`.
+    """Returns the environment of each worker of a cluster on this machine. `RANK_HERE` is the worker's index.
 
     Args:
-        backend: Of all workers.
-        addresses: Of the workers, or how many workers there are.
-        **env: Further variables.
+        backend: The backend of all workers.
+        addresses: The addresses of the workers, or the number of workers.
+        **env: More environment variables.
     """
     if isinstance(addresses, int):
         addresses = local_addresses(addresses)
@@ -216,7 +217,7 @@ def environments_of(backend: str, addresses: Sequence[str] | int = 2, **env: str
 def started(
     folder: Path, source: str, environments: Iterable[Mapping[str, str]], command: Sequence[str] = ()
 ) -> Iterator[list[Script]]:
-    """Runs a script once in each environment, as "worker0", "worker1" and so on; ends them with the block."""
+    """Runs a script in each environment, as "worker0", "worker1" and so on, and kills them at the end."""
     with contextlib.ExitStack() as stack:
         yield [
             stack.enter_context(Script(folder, f"worker{index}", source, env, command))
@@ -227,6 +228,6 @@ def started(
 def finished(
     folder: Path, source: str, environments: Iterable[Mapping[str, str]], timeout: float = TIMEOUT
 ) -> list[Script]:
-    """Runs a script once in each environment, all at once; returns the scripts, which have all ended with 0."""
+    """Runs a script in all environments at once, and returns the scripts after all have ended with 0."""
     with started(folder, source, environments) as scripts:
         return [script.finish(timeout) for script in scripts]

@@ -1,4 +1,4 @@
-"""Imported where TensorFlow's workers are forked: to optimize functions takes longer than to run them."""
+"""Turns off TensorFlow's optimization of functions in forked workers: it takes longer than the functions."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Processes that are there at once: forked from one that has imported Keras and its backend, and has computed nothing.
+"""Forks processes quickly from a process that has imported Keras and its backend, and computed nothing.
 
-Such an import takes 2.5 to 5.5 seconds of computing, more than most of what is tested; of all frameworks, which
-datasets and Keras's seeds import on any backend, more than ten. A forked process has its own session, environment and
-output, ends with its own exit code, and nobody looks after it.
+The import of a backend takes 2.5 to 5.5 seconds of CPU time, more than most tests. The import of all
+frameworks, which datasets and Keras's seeds need on any backend, takes more than ten. A forked process has
+its own session, environment, output and exit code.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import IO, Any
 
 from tests.helpers.environment import ROOT, clean_environment
 
-# What a first use would import: children would each do so for themselves.
+# Each child would otherwise import these at its first use.
 _FRAMEWORKS = (
     "tests.helpers.rewriting",
     "numpy",
@@ -36,8 +36,8 @@ _FRAMEWORKS = (
     "torch.distributed",
     "jax",
 )
-# TensorFlow imports Keras, which imports its backend. Nothing of kdist's that touches Keras: some children are what a
-# process without kdist is.
+# TensorFlow imports Keras, which imports its backend. No module of kdist that changes Keras: some children
+# must behave like a process without kdist.
 _KERAS = ("keras", "tensorflow", "kdist", "kdist.testing.pool_worker")
 _KDIST = (
     "kdist.strategies.multi_worker_mirrored",
@@ -48,10 +48,10 @@ _KDIST = (
     "kdist.data.distribute",
     "kdist.data.prefetch",
 )
-# Whether forked processes leave out what takes longer than most tests: TensorFlow's optimization of functions, and the
-# deletion of all modules when a script ends. Only `--no-forks` includes both.
+# Whether forked processes skip two steps that take longer than most tests: TensorFlow's optimization of
+# functions, and the deletion of all modules when a script ends. Only `--no-forks` includes both.
 is_quick = False
-# The address of the process that lends zygotes to a process of pytest-xdist; see `lend`.
+# The address of the process that lends zygotes to the processes of pytest-xdist; see `lend`.
 lender = ""
 _MOST = 1 << 18
 _LENT = b"lent"
@@ -59,7 +59,7 @@ _START = 120.0  # seconds for the imports, on a busy machine
 
 
 class Forked:
-    """A forked process, with what is used of `subprocess.Popen`."""
+    """A forked process, with the methods of `subprocess.Popen` that the tests use."""
 
     def __init__(self, zygote: Zygote, pid: int) -> None:
         self._zygote = zygote
@@ -68,12 +68,12 @@ class Forked:
         self.ended_at = 0.0  # by `time.monotonic()`
 
     def poll(self) -> int | None:
-        """The exit code, or `None` while it runs."""
+        """Returns the exit code, or `None` while the process runs."""
         self._zygote.read()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for the end; returns the exit code."""
+        """Waits for the end, and returns the exit code."""
         deadline = time.monotonic() + (1e9 if timeout is None else timeout)
         while self.poll() is None:
             if time.monotonic() >= deadline:
@@ -83,7 +83,7 @@ class Forked:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal unless it has ended."""
+        """Sends a signal unless the process has ended."""
         if self.poll() is None:
             try:
                 os.kill(self.pid, number)
@@ -99,17 +99,17 @@ _Process = subprocess.Popen[bytes] | Forked
 
 
 class Zygote:
-    """The process that forks, seen from the tests.
+    """The process that forks other processes, as the tests see it.
 
     Args:
-        start: Starts the process; called with the file for its output, and its end of the connection.
+        start: Starts the process. It gets the file for the output, and the child's end of the connection.
     """
 
     def __init__(self, start: Callable[[IO[bytes], socket.socket], _Process | None]) -> None:
         self._children: dict[int, Forked] = {}
         self._lock = threading.Lock()
         self._errors: IO[bytes] = tempfile.TemporaryFile(prefix="kdist-zygote-")  # noqa: SIM115  # kept open
-        # Datagrams: an order, and the files that go with it, come as a whole.
+        # A datagram delivers an order together with its files.
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process = start(self._errors, theirs)
         theirs.close()
@@ -121,11 +121,11 @@ class Zygote:
         """Forks a process.
 
         Args:
-            env: Its whole environment.
-            out: Its stdout.
-            err: Its stderr.
-            script: What it runs; `None` for the worker of a `WorkerPool`.
-            *files: Descriptors it gets besides.
+            env: The whole environment.
+            out: The file for stdout.
+            err: The file for stderr.
+            script: The script to run, or `None` for the worker of a `WorkerPool`.
+            *files: More file descriptors for the process.
         """
         if script is None:
             return self.order({"env": dict(env)}, out, err, *files)
@@ -140,7 +140,7 @@ class Zygote:
         return self.order(order, out, err)
 
     def order(self, order: Mapping[str, Any], *files: IO[bytes] | socket.socket | int) -> Forked:
-        """Forks a process that does as it is told, with these files: its stdout, its stderr, and others."""
+        """Forks a process that follows an order. The files are its stdout, its stderr, and more."""
         usual = {"cwd": os.getcwd(), "folder": str(ROOT), "script": None, "imports": (), "is_zygote": False}
         with self._lock:
             data = json.dumps(usual | dict(order)).encode()
@@ -151,7 +151,7 @@ class Zygote:
                 self._orders.settimeout(max(0.1, deadline - time.monotonic()))
                 try:
                     answer = self._orders.recv(_MOST)
-                except (TimeoutError, ConnectionError):  # it has ended, and what it printed says why
+                except (TimeoutError, ConnectionError):  # the zygote has ended; its output shows the cause
                     answer = b""
                 if not answer:
                     self._errors.seek(0)
@@ -169,7 +169,7 @@ class Zygote:
         return None
 
     def read(self) -> None:
-        """Takes note of those that have ended."""
+        """Records the processes that have ended."""
         with self._lock:
             if self._orders.fileno() < 0:
                 return
@@ -181,7 +181,7 @@ class Zygote:
                 pass
 
     def close(self) -> None:
-        """Ends the process and all of its children."""
+        """Ends the zygote and all of its children."""
         with self._lock:
             self._orders.close()
         for child in self._children.values():
@@ -198,7 +198,7 @@ class Zygote:
 
 @functools.cache
 def zygote(backend: str, plain: bool) -> Zygote:
-    """The zygote of a backend, kept until the tests end; in a plain one nothing of kdist touches Keras."""
+    """Returns a backend's zygote, which the tests keep. In a plain zygote, kdist does not change Keras."""
     return Zygote(functools.partial(_borrow, lender, backend, plain)) if lender else _own(backend, plain)
 
 
@@ -253,7 +253,7 @@ def _borrow(path: str, backend: str, plain: bool, errors: IO[bytes], theirs: soc
 def lend() -> str:
     """Lets processes of pytest-xdist fork their zygotes from the zygotes of this process.
 
-    The frameworks are then imported once, and not once per process.
+    The frameworks are then imported once instead of once per process.
 
     Returns:
         The value of `lender` for these processes.
@@ -285,5 +285,5 @@ def _lend(listener: socket.socket) -> None:
 
 
 def _installed(modules: Sequence[str]) -> tuple[str, ...]:
-    """Those of packages that are there: an environment may have one backend alone."""
+    """Returns the modules of installed packages: an environment may have only one backend."""
     return tuple(name for name in modules if importlib.util.find_spec(name.partition(".")[0]))

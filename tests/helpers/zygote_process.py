@@ -1,9 +1,9 @@
-"""The processes that fork others: they have imported much, and have computed nothing.
+"""Runs the processes that fork others: they have imported many modules, but have not computed anything.
 
-`zygote.py` starts the first, which has imported the frameworks, and talks to it. What it forks is a worker, a
-script, or a zygote again, that imports more: Keras with one backend, and then what is kdist's. A zygote is
-single-threaded, and a child leaves its loop at once, so that what it runs has the main thread as in a process of its
-own.
+`zygote.py` starts the first process, which has imported the frameworks, and sends it orders. A forked process
+is a worker, a script, or another zygote that imports more: Keras with one backend, and then modules of kdist.
+A zygote is single-threaded, and a child leaves its loop at once. The child's code therefore runs in the main
+thread, as in a new process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STACKS = signal.SIGRTMIN + 7
 
 
 def serve(orders: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Forks a child for each order until nobody orders any more; returns in the children only."""
+    """Forks a child for each order until the orders end. Returns only in the children."""
     children: dict[int, int] = {}  # the pidfd of a child -> its process id
     zygotes: set[int] = set()
     while True:
@@ -45,7 +45,8 @@ def serve(orders: socket.socket) -> tuple[dict[str, Any], list[int]]:
         if orders in ready:
             data, files, _, _ = socket.recv_fds(orders, _MOST, _FILES)
             if not data:
-                # Zygotes end by themselves: nobody orders there any more either, and they have children to end.
+                # Zygotes end by themselves, because their orders also end, and they must end their own
+                # children.
                 _end({pid for pid in children.values() if pid not in zygotes})
             order = json.loads(data)
             if pid := os.fork():
@@ -72,7 +73,7 @@ def _end(children: set[int]) -> None:
 
 
 def become(order: dict[str, Any], files: list[int]) -> None:
-    """Makes a child what a new process would be: its own session, environment, folder, output and random numbers."""
+    """Gives a child its own session, environment, working directory, output and random numbers."""
     os.setsid()
     os.environ.clear()
     os.environ.update(order["env"])
@@ -89,7 +90,7 @@ def become(order: dict[str, Any], files: list[int]) -> None:
 
 
 def main() -> None:
-    """Serves; in a child, runs what was ordered, as `__main__`."""
+    """Waits for orders; in a child, runs the ordered script as `__main__`."""
     number, imports = int(sys.argv[1]), sys.argv[2:]
     faulthandler.enable()
     is_zygote = True
@@ -100,7 +101,7 @@ def main() -> None:
         if "keras" in sys.modules:
             assert sys.modules["keras"].config.backend() == os.environ["KERAS_BACKEND"]
         gc.collect()
-        gc.freeze()  # or each collection in a child would look at, and copy, all that was imported
+        gc.freeze()  # keeps imported objects out of the children's garbage collections, which would copy them
         order, files = serve(orders)
         become(order, files)
         number, imports, is_zygote = files[-1], order["imports"], order["is_zygote"]
@@ -133,7 +134,7 @@ def run(path: str) -> None:
 
 
 def end(code: int) -> NoReturn:
-    """Ends the process as Python does, but does not delete the modules, which takes a second of computing."""
+    """Ends the process as Python does, but does not delete the modules, which takes a second of CPU time."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What passes plainly and no longer in a scope, held against the list of known failures."""
+"""Finds the tests that pass without a scope but not in a scope, and compares them with the known failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Outcome(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A failure that is known, and why it is left so."""
+    """A known failure, and the reason why it is not fixed."""
 
     backend: str
     test: str
@@ -30,13 +30,13 @@ class Known(NamedTuple):
 
 @dataclasses.dataclass
 class Comparison:
-    """One backend's tests, plainly and in a scope.
+    """One backend's tests, without and with a scope.
 
     Attributes:
-        lost: What passes plainly and not in a scope, with what it says there.
-        new: Those of them that are not known.
-        mended: What is known to fail in a scope, and passes there now.
-        gone: What is known to fail in a scope, and does not pass plainly: not there any more, or skipped.
+        lost: The tests that pass only without a scope, with their outcomes in the scope.
+        new: The lost tests that are not known.
+        mended: The known failures that now pass in a scope.
+        gone: The known failures that do not pass without a scope: removed or skipped tests, for example.
     """
 
     backend: str
@@ -62,7 +62,7 @@ class Comparison:
 
 
 def read_results(path: Path) -> dict[str, Outcome]:
-    """Returns the outcome of each test in a file of results; a test that began and did not end has `BEGUN`."""
+    """Returns the outcome of each test in a results file. A test that began but did not end has `BEGUN`."""
     outcomes = {}
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -72,7 +72,7 @@ def read_results(path: Path) -> dict[str, Outcome]:
 
 
 def read_known(text: str) -> list[Known]:
-    """Reads the list of known failures: a line with a reason, then an indented line for each backend and test."""
+    """Reads the known failures: a line with a reason, then an indented line for each backend and test."""
     reason, known = "", []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.startswith("#"):
@@ -90,7 +90,7 @@ def read_known(text: str) -> list[Known]:
 
 
 def table(rows: Iterable[tuple[str, ...]]) -> str:
-    """Returns the rows below their heads, in columns."""
+    """Returns the rows in columns, with a header."""
     heads = ("backend", "passed", "skipped", "failed", "lost in scope", "new", "min plain", "min scope")
     lines = [heads, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
@@ -98,7 +98,7 @@ def table(rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def report(comparisons: Iterable[Comparison]) -> str:
-    """Returns the table, then the names of what is new, what is known, and what is known but passes."""
+    """Returns the table, then the names of new failures, known failures, and known failures that pass."""
     comparisons = list(comparisons)
     parts = [table(comparison.row() for comparison in comparisons)]
     for each in comparisons:

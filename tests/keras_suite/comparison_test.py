@@ -1,4 +1,4 @@
-"""The comparison of Keras's tests with and without a scope, on results written by hand."""
+"""The comparison of Keras's tests with and without a scope is right, on results written by hand."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_checked_in_list_can_be_read() -> None:
 
 
 def test_the_last_line_of_a_test_counts(tmp_path: Path) -> None:
-    """A test that began and has no end was running when the process died."""
+    """A test that began but did not end was running when the process died."""
     entries = [("a", BEGUN, ""), ("a", "failed", "ValueError: 7"), ("b", BEGUN, "")]
     path = tmp_path / "results"
     assert read_results(path) == {}

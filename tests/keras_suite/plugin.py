@@ -1,6 +1,7 @@
-"""A pytest plugin for Keras's own tests: the strategy's scope around each, a time limit, and results line by line.
+"""Runs Keras's own tests as a pytest plugin, with a strategy's scope and a time limit.
 
-Each line of the results is written at once, so that the runner knows which test was running when a process died.
+It writes each line of the results at once. If a process dies, they therefore contain the test that was
+running.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--limit", type=float, help="seconds a test may take; the process ends after them")
 
 
-# First: Keras's conftest.py starts the framework, and then it is too late to ask for two devices.
+# First, because Keras's conftest.py starts the framework, and after that it cannot have two devices.
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_Recorder(config), "keras-suite-recorder")
@@ -42,7 +43,7 @@ class _Recorder:
             self._done |= {test for test, o in read_results(other).items() if o.outcome == "passed"}
         self._failure = ""
         self._outcome = "passed"
-        # pytest takes stderr away from the tests; a report of a hang must go to the real one.
+        # pytest captures the stderr of tests, but the report of a hang must go to the real stderr.
         self._stderr = os.dup(2)
         self._strategy: Any = None
         if config.getoption("--in-scope"):
@@ -60,18 +61,18 @@ class _Recorder:
             self._write(report.nodeid, "not collected", _last_line(report))
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Leaves out what is done already, maybe by an earlier process that died."""
+        """Skips the tests that are already done, possibly in an earlier process that died."""
         items[:] = [item for item in items if item.nodeid not in self._done]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         self._write(item.nodeid, BEGUN)
         self._outcome, self._failure, start = "passed", "", time.monotonic()
-        # A thread without Python ends the process, even where the test holds Python's lock.
+        # A C thread ends the process, even if the test holds Python's lock.
         faulthandler.dump_traceback_later(self._limit, exit=True, file=self._stderr)
         try:
             return (yield)
-        except BaseException as error:  # pytest's own, maybe in reporting a failure: it ends the process
+        except BaseException as error:  # an error in pytest itself, for example in a report, ends the process
             self._outcome, self._failure = "died", f"pytest failed: {error!r}"
             raise
         finally:
@@ -80,12 +81,12 @@ class _Recorder:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> None:
-        """Puts the scope around the test's method alone: its setUp calls `clear_session`, which is not for scopes."""
+        """Wraps only the test's method, because setUp calls `clear_session`, which a scope does not allow."""
         if self._strategy and isinstance(item, pytest.Function):
             item.obj = _inside(self._strategy, item.obj)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Takes the worst of a test's reports: of its phases, and of its subtests."""
+        """Keeps the worst of a test's reports: of its phases, and of its subtests."""
         if report.failed and self._outcome != "failed":
             self._outcome, self._failure = "failed", _last_line(report)
         elif report.skipped and self._outcome == "passed":
@@ -102,7 +103,7 @@ def _inside(strategy: Any, function: Callable[..., object]) -> Callable[..., obj
 
 
 def _last_line(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """Returns the type of an error and the last line of what it says, or why a test was skipped."""
+    """Returns the type of an error and the last line of its message, or why a test was skipped."""
     if isinstance(report.longrepr, tuple):
         return report.longrepr[2]
     crash = getattr(report.longrepr, "reprcrash", None)

@@ -5,12 +5,12 @@
 Keras's tests of trainers, callbacks, optimizers (including loss scaling), metrics and saving run against the
 installed Keras, on each backend twice in separate processes: without kdist, and in the scope of
 `kdist.MirroredStrategy(["cpu:0", "cpu:1"])`. The run fails if a test passes only without kdist and is not in
-`known.txt`. With `--quick`, only the tests that fail in the scope also run without kdist. The results of every test
-and the output of pytest are in `build/keras_suite`.
+`known.txt`. With `--quick`, only the tests that fail in the scope also run without kdist. The results of
+every test and the output of pytest are in `build/keras_suite`.
 
-With Keras 3.15.1 there are 1,280 tests per backend. Without kdist, 1,198 of them pass on JAX, 1,108 on PyTorch and
-1,216 on TensorFlow. `known.txt` lists the tests that fail only in the scope, with reasons. A run takes 10, 4 and 10
-minutes on 2 busy cores.
+With Keras 3.15.1 there are 1,280 tests per backend. Without kdist, 1,198 of them pass on JAX, 1,108 on
+PyTorch and 1,216 on TensorFlow. `known.txt` lists the tests that fail only in the scope, with reasons. A run
+takes 10, 4 and 10 minutes on 2 busy cores.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from tests.keras_suite.comparison import BEGUN, Comparison, Outcome, read_known,
 
 BACKENDS = ("jax", "torch", "tensorflow")
 FOLDERS = ("trainers", "callbacks", "optimizers", "metrics", "saving", "legacy/saving")
-# A test may take so many seconds; the slowest needs about ten of them on an idle machine.
+# The time limit of a test in seconds; the slowest test needs about ten seconds on an idle machine.
 LIMIT = 300
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> int:
-    """Runs the tests and prints the comparison; 1 if something is lost in the scope that is not known."""
+    """Runs the tests and prints the comparison; returns 1 if the scope causes unknown failures."""
     parser = argparse.ArgumentParser(description="Keras's own tests, plainly and in a scope")
     parser.add_argument("repo", type=Path, help="a checkout of Keras, of the version that is installed")
     parser.add_argument("--backend", action="append", choices=BACKENDS, help="these backends alone")
@@ -87,7 +87,7 @@ def _copy_tests(repo: Path, folder: Path) -> Path:
                 copy = target / path.relative_to(source / "keras" / "src")
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(path, copy) if path.is_file() else copy.mkdir(exist_ok=True)
-    for name in ("conftest.py", "pyproject.toml"):  # Keras's own settings of pytest
+    for name in ("conftest.py", "pyproject.toml"):  # Keras's pytest settings
         shutil.copy(source / name, target / name)
     return target
 
@@ -99,7 +99,7 @@ def _version_of(repo: Path) -> str:
 
 
 def _unpack_tag(repo: Path, tag: str, target: Path) -> bool:
-    """Unpacks a tag of a git repository, with a work tree or without; False if there is none."""
+    """Unpacks a tag of a git repository, bare or not; returns false if there is no such tag."""
     names = [f"keras/src/{name}" for name in FOLDERS]
     command = ["git", "-C", str(repo), "archive", tag, "conftest.py", "pyproject.toml", *names]
     done = subprocess.run(command, capture_output=True, check=False)
@@ -112,7 +112,7 @@ def _unpack_tag(repo: Path, tag: str, target: Path) -> bool:
 def run_tests(
     name: str, backend: str, tests: Path, options: argparse.Namespace, *more: str
 ) -> dict[str, Outcome]:
-    """Runs the tests in a process, and in another one from there on when a test has ended the first."""
+    """Runs the tests, and starts another process for the rest if a test has ended the process."""
     results, log = tests.parent / f"{name}.jsonl", tests.parent / f"{name}.log"
     command = [sys.executable, "-m", "pytest", "-p", "tests.keras_suite.plugin", "-p", "no:cacheprovider"]
     command += ["--rootdir", str(tests), "-c", str(tests / "pyproject.toml"), "--import-mode=importlib"]
@@ -121,7 +121,7 @@ def run_tests(
     env = clean_environment() | {
         "KERAS_BACKEND": backend,
         "KERAS_HOME": str(tests.parent / "home"),
-        # Training compiled by PyTorch takes minutes a test in C++; kdist's steps, which collect, are eager anyway.
+        # With PyTorch's compiler, training takes minutes per test. kdist's steps with collectives are eager anyway.
         "TORCHDYNAMO_DISABLE": "1",
     }
     start = time.monotonic()
@@ -138,7 +138,7 @@ def run_tests(
             died,
             f"the process ended with status {status}; it ends a test after {options.limit:.0f} s",
         )
-    if status not in (0, 1, 5):  # pytest's: all passed, some failed, nothing left to run
+    if status not in (0, 1, 5):  # pytest's codes: all passed, some failed, no tests
         raise SystemExit(f"{name}: pytest ended with status {status}; the end of {log}:\n{_tail(log)}")
     print(f"{name}: {len(found)} tests, {(time.monotonic() - start) / 60:.1f} min", flush=True)
     return found

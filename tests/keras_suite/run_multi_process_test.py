@@ -1,6 +1,6 @@
-"""The runner of Keras's tests goes on after a test that hangs, that ends its process or that pytest cannot report.
+"""The runner of Keras's tests continues after a test that hangs, ends its process or breaks pytest's report.
 
-No framework takes part.
+No framework is involved.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`kdist bench` as it is: a model of the user's, on two workers, and what it writes."""
+"""`kdist bench` measures a user's model on two workers, and writes the right results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_it_measures_a_model_of_the_users(tmp_path: Path) -> None:
     alone, result = json.loads((tmp_path / "bench.json").read_text())["results"]
     assert [(round[0]["steps"], round[1]["rows"]) for round in result["rounds"]] == [(3, 60)] * 5
     assert (alone["num_workers"], result["num_workers"], result["backend"]) == (1, 2, "torch")
-    for measured in (alone, result):  # a step has 20 rows, on both workers together, and takes 0.02 s or more
+    for measured in (alone, result):  # a step has 20 rows over both workers, and takes at least 0.02 s
         assert 0 < measured["rows_per_second"] < 20 / 0.02
         assert measured["rows_per_second"] == pytest.approx(20 * measured["steps_per_second"])
     assert alone["efficiency"] == 1.0
@@ -72,7 +72,7 @@ def in_worker_made_up() -> list[str]:
 
 
 def make_pair() -> Any:
-    """What a user may return who expects the targets to be made up."""
+    """Returns a wrong pair: a user might return this to get generated targets."""
     from kdist.measuring import bench_worker
 
     return bench_worker.make_model(), 0

@@ -1,4 +1,4 @@
-"""`kdist plot` and what `kdist bench` makes of its measurements, on records that are written by hand."""
+"""`kdist plot` and `kdist bench` report the right results for records written by hand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ START = {
 
 
 def write_worker(folder: Path, worker: int, compute: float, starts: int = 1) -> None:
-    """Two epochs of four steps, of 0.1 s each, in records of two; what `compute` leaves is spent in exchanges."""
+    """Writes two epochs of four steps, 0.1 s each, in records of two; time beyond `compute` is exchange."""
     lines: list[dict[str, Any]] = []
     for start in range(starts):
         lines.append(START | {"worker": worker, "host": f"host{worker}"})
@@ -52,7 +52,7 @@ def write_worker(folder: Path, worker: int, compute: float, starts: int = 1) -> 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The run of two workers, of which the second computes for longer."""
+    """Returns the run of two workers; the second computes for longer."""
     write_worker(tmp_path, 0, 0.05)
     write_worker(tmp_path, 1, 0.15)
     return tmp_path
@@ -102,7 +102,7 @@ def test_a_trace_that_nothing_can_be_written_beside_is_drawn(
 
 
 def write_trace(folder: Path, name: str, begin: float, rows: int = 8) -> None:
-    """The trace of one start, of a single step."""
+    """Writes the trace of one start with a single step."""
     who = {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": f"task of {name} (host, process 1)"}}
     event = {"name": "step", "cat": "step", "ph": "X", "ts": begin, "dur": 9.0, "pid": 0, "tid": 0}
     event |= {"args": {"rows": rows} if rows else {}}
@@ -129,7 +129,7 @@ def test_a_page_opens_anywhere(folder: Path, capsys: Any) -> None:
     page = (folder / "report.html").read_text(encoding="utf-8")
     drawings = re.findall("<svg .*?</svg>", page, re.DOTALL)
     assert len(drawings) == 4
-    for drawing in drawings[:2]:  # the first line is in the legend, the second one in the axes
+    for drawing in drawings[:2]:  # each line's color is in the legend and in the axes
         assert [drawing.count(f"stroke: {color}") for color in (*COLORS[:2], COLORS[2])] == [2, 2, 0]
     assert ">task of worker-0.json<" in drawings[-1], "rows have the names that the trace has given them"
     assert not re.findall(r"""(?:src|href)=["'](?!#)""", page), "it loads nothing"
@@ -148,14 +148,14 @@ def test_a_picture_is_one(folder: Path) -> None:
 
 
 def drawn(chart: Chart) -> Any:
-    """The axes of a chart."""
+    """Draws a chart, and returns its axes."""
     axes = Figure().add_subplot()
     chart.draw(axes)
     return axes
 
 
 def lines(chart: Chart) -> dict[str, list[tuple[float, float]]]:
-    """The points of each line of a chart."""
+    """Returns the points of each line of a chart."""
     return {
         line.get_label(): list(zip(line.get_xdata(), line.get_ydata(), strict=True))
         for line in drawn(chart).lines
@@ -163,7 +163,7 @@ def lines(chart: Chart) -> dict[str, list[tuple[float, float]]]:
 
 
 def bars(chart: Chart) -> list[tuple[float, float, float]]:
-    """The row of each bar of a chart, its beginning, and its length."""
+    """Returns the row, the start and the length of each bar of a chart."""
     return [
         (round(bar.get_y() + bar.get_height() / 2, 6), round(bar.get_x(), 6), round(bar.get_width(), 6))
         for bar in drawn(chart).patches
@@ -232,7 +232,7 @@ def test_without_matplotlib_it_says_what_to_install(
 
 
 def measured(num_workers: int, seconds: float, fused: bool = False, **shares: float) -> Measured:
-    """Three rounds of 10 steps of 64 rows, of which the last one was disturbed."""
+    """Returns three rounds of 10 steps with 64 rows; the last round was disturbed."""
     about = {"num_workers": num_workers, "num_replicas": num_workers, "exchanges_in_programs": fused}
     about |= {"backend": "jax" if fused else "torch", "device": "cpu:0"}
     rounds = [

@@ -1,8 +1,8 @@
 """The mark `kills` of tests, and the option `--kills` of pytest.
 
 With `@pytest.mark.kills("a", "b")`, a test fails with each of the mutants a and b. With
-`@pytest.mark.kills(c="[torch]")`, only items whose names contain this text fail with mutant c. A tuple contains several
-such texts.
+`@pytest.mark.kills(c="[torch]")`, only items whose names contain this text fail with mutant c. Use a tuple
+for several texts.
 """
 
 from __future__ import annotations

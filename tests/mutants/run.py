@@ -2,9 +2,9 @@
 
     python -m tests.mutants.run [NAME OR PART OF IT …] [-k PART] [--changed [REVISION]] [--part I/N] [--jobs 2] [--list]
 
-`tests/mutants/*.toml` contain the mutants (see `data.py`). Tests name them with `@pytest.mark.kills` (see `kills.py`).
-Each mutant runs `pytest -x --kills NAME` in a copy of the tree. Before that, all these tests must pass in a copy
-without a change. Exit code 0: with each mutant, a test failed.
+`tests/mutants/*.toml` contain the mutants (see `data.py`). Tests name them with `@pytest.mark.kills` (see
+`kills.py`). Each mutant runs `pytest -x --kills NAME` in a copy of the tree. Before that, all these tests
+must pass in a copy without a change. Exit code 0: with each mutant, a test failed.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def check_import(copy: Path) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment without variables that describe a backend, a cluster or a repository."""
+    """Returns this process's environment without variables for a backend, a cluster or a repository."""
     dropped = ("KERAS_BACKEND", "TF_CONFIG", "GIT_", "PYTEST_", "KDIST_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     return kept | {"TF_CPP_MIN_LOG_LEVEL": "2"}

@@ -1,1 +1,1 @@
-"""What scripts write into docs/: `python -m tests.pages`."""
+"""Writes the generated files in docs/: `python -m tests.pages`."""

@@ -1,4 +1,4 @@
-"""`python -m tests.pages`: writes what scripts write into docs/."""
+"""Writes all generated files in docs/: `python -m tests.pages`."""
 
 from tests.pages.contents import PAGES, ROOT, content
 

@@ -1,4 +1,4 @@
-"""The second part of docs/contribute/a-backend.md: the methods of a backend, from the abstract classes."""
+"""Writes the second part of docs/contribute/a-backend.md: a backend's methods, from the abstract classes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLASSES = (
 
 
 def abstract_classes() -> dict[tuple[str, str], ast.ClassDef]:
-    """The abstract classes that all backends share, by module and name."""
+    """Returns the abstract classes that all backends share, by module and name."""
     found = {}
     for path in sorted((ROOT / "kdist" / "backends").glob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -38,7 +38,7 @@ def _first_line(node: ast.FunctionDef | ast.ClassDef) -> str:
 
 
 def _implemented() -> set[str]:
-    """The names of all functions of the backends and of the parameter servers."""
+    """Returns the names of all functions of the backends and of the parameter servers."""
     folders = [path for path in (ROOT / "kdist" / "backends").iterdir() if path.is_dir()]
     return {
         node.name
@@ -50,7 +50,7 @@ def _implemented() -> set[str]:
 
 
 def _methods(node: ast.ClassDef, implemented: set[str]) -> Iterator[str]:
-    """One line per method, without optional methods that no backend has."""
+    """Yields one line per method, without optional methods that no backend has."""
     for member in node.body:
         if not isinstance(member, ast.FunctionDef) or (
             member.name.startswith("_") and member.name != "__call__"
@@ -62,7 +62,7 @@ def _methods(node: ast.ClassDef, implemented: set[str]) -> Iterator[str]:
 
 
 def write() -> str:
-    """Returns the page, whose first part is written by hand."""
+    """Returns the page with its manual first part."""
     found, implemented = abstract_classes(), _implemented()
     lines = [PAGE.read_text(encoding="utf-8").partition(_MARK)[0] + _MARK]
     for module, name in CLASSES:

@@ -1,4 +1,4 @@
-"""docs/reference/benchmarks.md: what each benchmark measures, from the docstring of its file."""
+"""Writes docs/reference/benchmarks.md from the docstrings of the benchmarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/reference/command-line.md: every command with its options, from the parser."""
+"""Writes docs/reference/command-line.md: every command with its options, from the parser."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _with_groups(rows: list[tuple[str, str]]) -> Iterator[str]:
 
 
 def _common(parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
-    """The rows that all commands below a parser have."""
+    """Returns the rows that all subcommands of a parser have."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             first, *others = (list(_rows(one, one._get_formatter())) for one in action.choices.values())

@@ -1,7 +1,7 @@
-"""What a script writes into docs/: the pictures, and the pages that repeat what the code says.
+"""Lists the generated files in docs/: the pictures, and the pages that repeat information from the code.
 
-`python -m tests.pages` writes all of them anew, in a second; a test compares them with what is committed. The names of
-`tf.distribute` have a script of their own (`tests/names_page.py`), since TensorFlow must be there.
+`python -m tests.pages` writes all of them in a second, and a test compares them with the committed files. The
+names of `tf.distribute` have a separate script (`tests/names_page.py`), because it needs TensorFlow.
 """
 
 from __future__ import annotations
@@ -47,6 +47,6 @@ PAGES: dict[str, Callable[[], str | bytes]] = {
 
 
 def content(path: str) -> bytes:
-    """Returns what a script writes into this file."""
+    """Returns the generated content of this file."""
     written = PAGES[path]()
     return written if isinstance(written, bytes) else written.encode()

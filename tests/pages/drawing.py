@@ -1,14 +1,14 @@
-"""A sheet to draw on, which becomes an SVG that is legible on light and on dark pages.
+"""Draws an SVG that is legible on light and on dark pages.
 
-An image that a page shows does not know the page's colors. So each drawing has a ground of its own, and takes the
-light or the dark colors as the reader's system asks for.
+An image on a page cannot use the page's colors. Therefore each drawing has its own background, and uses light
+or dark colors according to the reader's system.
 """
 
 from __future__ import annotations
 
 from xml.sax.saxutils import escape
 
-# Light and dark. Replicas have the colors of Okabe and Ito, which color-blind people tell apart.
+# Light and dark. Replicas have the colors of Okabe and Ito, which color-blind people can distinguish.
 COLORS = {
     "ground": ("#ffffff", "#1b1e26"),
     "ink": ("#1f2733", "#e6e9ef"),
@@ -26,12 +26,12 @@ _MONO = "ui-monospace,SFMono-Regular,Menlo,'Liberation Mono',Consolas,monospace"
 
 
 class Drawing:
-    """Things drawn one over the other.
+    """A drawing whose later parts cover earlier parts.
 
     Args:
-        width: In pixels, as wide as a page shows it at most.
+        width: In pixels, at most the width of a page.
         height: In pixels.
-        title: What readers who do not see the picture are told.
+        title: The alternative text for readers who cannot see the picture.
     """
 
     def __init__(self, width: int, height: int, title: str) -> None:
@@ -41,27 +41,27 @@ class Drawing:
     def box(
         self, x: float, y: float, width: float, height: float, color: str = "box", dashed: bool = False
     ) -> None:
-        """A rectangle with round corners."""
+        """Draws a rectangle with round corners."""
         dash = ' stroke-dasharray="5 4"' if dashed else ""
         self._parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" class="b {color}"{dash}/>'
         )
 
     def text(self, x: float, y: float, words: str, style: str = "", anchor: str = "middle") -> None:
-        """A line of text; styles are `bold`, `soft`, `mono` and `small`, or several of them."""
+        """Draws a line of text. Styles are `bold`, `soft`, `mono` and `small`, or several of them."""
         kinds = f' class="{style}"' if style else ""
         self._parts.append(
             f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" xml:space="preserve"{kinds}>{escape(words)}</text>'
         )
 
     def arrow(self, *points: tuple[float, float], head: bool = True) -> None:
-        """A line through some points, with a head at the last one."""
+        """Draws a line through some points, with a head at the last point."""
         way = "L".join(f"{x:g} {y:g}" for x, y in points)
         end = ' marker-end="url(#head)"' if head else ""
         self._parts.append(f'<path d="M{way}" class="a"{end}/>')
 
     def rows(self, x: float, y: float, colors: list[str], size: float = 16) -> None:
-        """Rows of a batch, side by side, each in a color."""
+        """Draws the rows of a batch side by side, each in its color."""
         for number, color in enumerate(colors):
             self.box(x + number * (size + 2), y, size, size, color)
 

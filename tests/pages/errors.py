@@ -1,4 +1,4 @@
-"""docs/reference/errors.md: every error of kdist, and the exit codes."""
+"""Writes docs/reference/errors.md: every error of kdist, and the exit codes."""
 
 from __future__ import annotations
 

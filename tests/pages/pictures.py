@@ -1,4 +1,4 @@
-"""The pictures of the README and of the pages."""
+"""Draws the pictures of the README and of the pages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tests.pages.drawing import Drawing
 
 
 def overview() -> str:
-    """The README's: one script, three ways to start it, the same updates."""
+    """Draws the picture of the README: one script, three ways to start it, the same updates."""
     sheet = Drawing(680, 336, "One script on one device, two devices and two workers, which share each batch")
     sheet.box(12, 12, 290, 188)
     sheet.text(26, 36, "train.py", "bold", "start")
@@ -47,7 +47,7 @@ def overview() -> str:
 
 
 def step() -> str:
-    """A step under data parallelism: eight rows, three replicas."""
+    """Draws a step under data parallelism: eight rows, three replicas."""
     sheet = Drawing(
         680, 470, "A step: three replicas share a global batch of eight rows and keep equal weights"
     )
@@ -85,7 +85,7 @@ def step() -> str:
 
 
 def batch() -> str:
-    """The way of a batch from the user's data to a step, over two workers."""
+    """Draws the path of a batch from the user's data to a step, on two workers."""
     sheet = Drawing(680, 520, "The way of a batch, from the data of the user to the step, on two workers")
     for worker in (0, 1):
         x = 20 + worker * 330
@@ -115,8 +115,8 @@ def batch() -> str:
     return sheet.svg()
 
 
-# For each strategy: what is said of it, and its devices. A device has a worker, a name, the rows that it computes of a
-# batch of four, and the quarters of the variables that it holds.
+# Each strategy's subtitle and devices. A device has a worker, a name, its rows of a batch of four, and the
+# quarters of the variables that it stores.
 ALL = (0, 1, 2, 3)
 HOLDERS = {
     "OneDeviceStrategy": ("one process, one device", [(0, "device 0", ALL, ALL)]),
@@ -158,7 +158,7 @@ HOLDERS = {
 
 
 def holders() -> str:
-    """Which rows and variables each device has, under each strategy."""
+    """Draws the rows and variables of each device, for each strategy."""
     sheet = Drawing(
         680, 76 + 88 * len(HOLDERS), "Which rows and which variables each device has, by strategy"
     )
@@ -188,7 +188,7 @@ def holders() -> str:
 
 
 def choice() -> str:
-    """Which strategy: questions, and answers to the right of each."""
+    """Draws the questions that lead to a strategy, each with its answers on the right."""
     questions = (
         (
             "Does the model fit on one device?",

@@ -1,4 +1,4 @@
-"""docs/reference/environment.md: every environment variable that kdist reads or sets. A test finds them in the code."""
+"""Writes docs/reference/environment.md: all environment variables that kdist reads or sets."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _ENDS = {
             "TASKS_PER_NODE",
         )
     },
-    # The names of the metadata server, which are then those of the TPU's runtime.
+    # Names on the metadata server; the TPU's runtime uses them with a prefix.
     **{end: (f"TPU_{end}",) for end in ("ACCELERATOR_TYPE", "CHIPS_PER_HOST_BOUNDS", "WORKER_ID")},
 }
 
@@ -223,7 +223,7 @@ these variables when you create a strategy. `kdist info` prints the variables th
 
 
 def found() -> dict[str, set[str]]:
-    """Each variable that the code names, and the modules that do."""
+    """Returns each variable that the code names, with the modules that name it."""
     where: dict[str, set[str]] = defaultdict(set)
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

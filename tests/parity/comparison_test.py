@@ -1,4 +1,4 @@
-"""What two runs are told apart by, and what is said about it."""
+"""The comparison of two runs finds differences and describes them."""
 
 from __future__ import annotations
 

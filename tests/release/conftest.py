@@ -1,4 +1,4 @@
-"""`distributions`: the wheel and the sdist of this tree; `installed`: an environment that has kdist from the wheel."""
+"""Provides the fixtures `distributions` (wheel and sdist) and `installed` (an environment with the wheel)."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import pytest
 from tests.helpers.environment import ROOT, clean_environment
 from tests.mutants.run import copy_of
 
-# pytest-xdist would build once a process.
+# Otherwise each process of pytest-xdist would build them.
 GROUP = pytest.mark.xdist_group("release")
 
 
 @dataclass(frozen=True)
 class Distributions:
-    """What `make dist` would build."""
+    """The files that `make dist` builds."""
 
     wheel: Path
     sdist: Path
 
 
 def call(command: list[str], folder: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """Runs a command in a folder, out of the checkout; the caller looks at its exit code."""
+    """Runs a command outside the checkout; the caller checks the exit code."""
     environ = clean_environment()
     del environ["PYTHONPATH"]
     return subprocess.run(
@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
-    """Built in a copy of the tree, the wheel from what is in the sdist, with the setuptools that is installed here."""
+    """Builds the sdist in a copy of the tree, and the wheel from the sdist, with the installed setuptools."""
     folder = tmp_path_factory.mktemp("dist")
     with copy_of(ROOT) as copy:
         command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(copy)]
@@ -55,7 +55,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
 
 @pytest.fixture(scope="session")
 def installed(distributions: Distributions, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment that has kdist from the wheel, and all other packages from where these tests run."""
+    """Returns the Python of an environment with kdist from the wheel, and all other packages from here."""
     folder = tmp_path_factory.mktemp("installed")
     venv.create(folder, with_pip=True, symlinks=True)
     python = folder / "bin" / "python"
@@ -63,7 +63,7 @@ def installed(distributions: Distributions, tmp_path_factory: pytest.TempPathFac
     done = call([*command, str(distributions.wheel)], folder)
     assert done.returncode == 0, done.stdout + done.stderr
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-    # A path file in a folder that a path file names is not read, so that a kdist in development stays out of the way.
+    # Python ignores path files in a directory that a path file names, so a kdist in development is not found.
     others = folder / "lib" / version / "site-packages" / "others.pth"
     others.write_text(os.path.dirname(os.path.dirname(pytest.__file__)) + "\n", encoding="utf-8")
     return python

@@ -1,4 +1,4 @@
-"""What is in the wheel and in the sdist, and that the wheel works where there is no checkout."""
+"""The wheel and the sdist have the right contents, and the wheel works without a checkout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.environment import ROOT
 from tests.mutants.run import files_of
 from tests.release.conftest import Distributions, call
 
-# To install what the tests look at takes longer than the tests.
+# The installation takes longer than the tests.
 pytestmark = pytest.mark.in_turn(4)
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

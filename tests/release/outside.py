@@ -1,9 +1,9 @@
-"""The demo, and the launcher's tests, against the kdist that an environment has: `make test-dist`.
+"""Runs the demo and the launcher's tests against the kdist of an environment: `make test-dist`.
 
     PYTHON tests/release/outside.py [BACKEND]
 
-runs them with PYTHON, from a copy of the tests in a folder of its own: there is no checkout to be imported. This
-file needs the standard library only.
+runs them with PYTHON from a copy of the tests in an empty directory, so that Python cannot import the
+checkout. This file needs only the standard library.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# What the tests of the launcher take from the tree, beside themselves.
+# The files that the tests of the launcher need from the tree.
 COPIED = ("tests", "pyproject.toml")
 WHERE = "import kdist; print(kdist.__file__)"
 
 
 def run(python: str, folder: Path, backend: str) -> None:
-    """Runs both; what they print goes to where this process's output goes.
+    """Runs the demo and the tests; their output goes to this process's output.
 
     Args:
-        python: Of the environment.
-        folder: An empty one, out of the checkout.
-        backend: Which the environment has.
+        python: The Python of the environment.
+        folder: An empty directory outside the checkout.
+        backend: The backend of the environment.
 
     Raises:
-        SystemExit: The kdist is that of the checkout, or something failed.
+        SystemExit: Python imports kdist from the checkout, or something failed.
     """
     for name in COPIED:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
@@ -64,7 +64,7 @@ def run(python: str, folder: Path, backend: str) -> None:
 
 
 def backend_of_tests(backend: str) -> str:
-    """The tests that need no other backend, as `-k` of pytest takes it."""
+    """Returns an expression for pytest's `-k` that selects the tests without another backend."""
     return " and ".join(f"not [{other}" for other in ("tensorflow", "jax", "torch") if other != backend)
 
 

@@ -1,4 +1,4 @@
-"""What goes with a release: the version, the changes, the forms for issues."""
+"""A release has the right version, changelog and issue forms."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import kdist
 from tests.helpers.environment import ROOT
 
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
-# What GitHub knows, and which attribute each must have.
+# The elements that GitHub supports, each with its required attribute.
 ELEMENTS = {
     "dropdown": "options",
     "checkboxes": "options",

@@ -1,4 +1,4 @@
-"""Type checkers find all public names of an installed kdist, though they are loaded when they are first used."""
+"""Type checkers find all public names of an installed kdist, although kdist loads them lazily."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import kdist
 from tests.helpers.environment import ROOT
 from tests.release.conftest import call
 
-# To install what the tests look at takes longer than the tests.
+# The installation takes longer than the tests.
 pytestmark = pytest.mark.in_turn(4)
 
 MODULES = (
@@ -29,7 +29,7 @@ MODULES = (
     "kdist.experimental",
     "kdist.nn",
 )
-# Of packages without types nothing can be known; to read TensorFlow's sources takes long.
+# Packages without types tell mypy nothing, and it takes long to read TensorFlow's sources.
 CONFIG = """
 [mypy]
 strict = True
@@ -49,7 +49,7 @@ def _public(module: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def said(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What mypy says of each of two files: a user's script, and one that asks for the type of each public name."""
+    """Returns mypy's output for a user's script, and for a file that reveals the type of each public name."""
     folder = tmp_path_factory.mktemp("types")
     shutil.copy2(ROOT / "tests" / "release" / "user_script.py", folder / "script.py")
     asked = [f"reveal_type({module}.{name})" for module in MODULES for name in _public(module)]
@@ -76,7 +76,7 @@ def test_every_public_name_has_a_type(said: dict[str, list[str]]) -> None:
 
 
 def _for_types(path: Path) -> Iterator[tuple[str, str]]:
-    """The names that a file imports for type checkers, and where from."""
+    """Yields the names that a file imports for type checkers, with their modules."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             for inner in node.body:
@@ -88,7 +88,7 @@ def _for_types(path: Path) -> Iterator[tuple[str, str]]:
 @pytest.mark.kills(types_name_not_told="[kdist]")
 @pytest.mark.parametrize("module", ["kdist", "kdist.callbacks", "kdist.coordinator"])
 def test_the_lists_of_a_contents_page_agree(module: str) -> None:
-    """What is loaded when it is used, what type checkers are told, and what is public: three lists, one content."""
+    """The names to load lazily, the names for type checkers and the public names are the same."""
     page = importlib.import_module(module)
     told = dict(_for_types(Path(str(page.__file__))))
     homes = dict(page._HOME)

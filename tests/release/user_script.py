@@ -1,4 +1,4 @@
-"""What a user writes, for type checkers; `types_multi_process_test.py` checks it, nothing runs it."""
+"""A user's script for type checkers. `types_multi_process_test.py` checks it; no test runs it."""
 
 import os
 from typing import assert_type
@@ -11,7 +11,7 @@ from kdist.experimental import CommunicationImplementation, CommunicationOptions
 
 
 def train(steps: int) -> float:
-    """A function that workers run."""
+    """Trains in a worker."""
     options = CommunicationOptions(implementation=CommunicationImplementation.RING)
     resolver = TFConfigClusterResolver()
     assert_type(resolver.cluster_spec(), ClusterSpec)
@@ -27,12 +27,12 @@ def train(steps: int) -> float:
 
 
 def read(context: InputContext) -> int:
-    """A function of the input."""
+    """Reads the input of a worker."""
     return context.get_per_replica_batch_size(128) + context.input_pipeline_id
 
 
 def main() -> None:
-    """The launcher's side."""
+    """Starts the workers."""
     try:
         results = kdist.launch(train, num_workers=2, args=(5,))
     except LaunchError as error:

@@ -1,4 +1,4 @@
-"""What kdist asks for is what it was tested with: the bounds in pyproject.toml, and docs/versions.json."""
+"""The version bounds in pyproject.toml match the tested versions in docs/versions.json."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _oldest(what: str) -> tuple[int, ...]:
-    """The oldest version with which all cells of a backend passed: of that backend, or, of another package, of any."""
+    """Returns the oldest version of a package that passed all cells: of its backend, or of any backend."""
     return min(
         _numbers(one["versions"][what])
         for one in TESTED.values()
@@ -69,7 +69,7 @@ def test_every_environment_has_a_row_and_every_backend_its_cells() -> None:
     assert set(TESTED) <= set(rows)
     for name, one in rows.items():
         if one.alone is not None and name not in TESTED:
-            continue  # what is coming is looked at, and not promised
+            continue  # prereleases are tested, but not supported
         assert set(TESTED[name]["cells"]) == set(one.backends)
         assert all(run >= 20 for _, run in TESTED[name]["cells"].values())
 

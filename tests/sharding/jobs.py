@@ -1,4 +1,4 @@
-"""What the workers of these tests run: a small transformer under strategies whose variables are divided."""
+"""Defines the jobs of the workers in these tests: a small transformer under strategies with shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _strategies: dict[str, Any] = {}
 
 
 def prepare(devices: int) -> None:
-    """Makes the strategies of a pool's workers, before anything is computed."""
+    """Makes the strategies of a pool's workers, before any computation."""
     import kdist
 
     names = [f"cpu:{i}" for i in range(devices)]
@@ -36,7 +36,7 @@ def strategy(name: str) -> Any:
 
 
 def transformer(rate: float) -> Any:
-    """Four blocks, embeddings that are tied to the output, BatchNormalization and Dropout."""
+    """Returns a model with four blocks, tied embeddings, BatchNormalization and Dropout."""
     import keras
 
     layers = keras.layers
@@ -57,19 +57,19 @@ def transformer(rate: float) -> Any:
 
 
 def data(rows: int = 21) -> tuple[np.ndarray, np.ndarray]:
-    """Rows that neither two nor four replicas divide."""
+    """Returns rows that neither two nor four replicas can split evenly."""
     tokens = np.random.RandomState(0).randint(0, WORDS, (rows, LENGTH + 1))
     return tokens[:, :-1].astype("int32"), tokens[:, 1:].astype("int32")
 
 
 def held(model: Any) -> float:
-    """The bytes of weights and optimizer state that the first device of this worker holds."""
+    """Returns the bytes of weights and optimizer state on the first device of this worker."""
     variables = {id(v): v for v in (*model.variables, *model.optimizer.variables)}
     return sum(held_of(v.value) for v in variables.values())
 
 
 def step_memory(name: str) -> float:
-    """JAX: the memory that a training step needs on each device, in weights of one of 24 layers."""
+    """Returns the memory of a training step per device, in units of one layer's weights. Only for JAX."""
     from unittest import mock
 
     import jax
@@ -98,16 +98,16 @@ def step_memory(name: str) -> float:
 
 
 def held_of(value: Any) -> float:
-    """The bytes of a native value that the first device of this worker holds."""
-    if hasattr(value, "addressable_shards"):  # of JAX
+    """Returns the bytes of a native value on the first device of this worker."""
+    if hasattr(value, "addressable_shards"):  # JAX
         first = min(value.sharding.addressable_devices, key=lambda device: device.id)
         return sum(shard.data.nbytes for shard in value.addressable_shards if shard.device == first)
-    local = value.to_local() if hasattr(value, "to_local") else value  # of PyTorch
+    local = value.to_local() if hasattr(value, "to_local") else value  # PyTorch
     return local.numel() * local.element_size()
 
 
 def train(name: str | None, rate: float = 0.0) -> dict[str, Any]:
-    """Trains the transformer under a strategy, or with plain Keras; returns what can be compared, and the memory."""
+    """Trains the transformer under a strategy, or with plain Keras; returns the results and the memory."""
     import contextlib
 
     x, y = data()
@@ -124,7 +124,7 @@ def train(name: str | None, rate: float = 0.0) -> dict[str, Any]:
 
 
 def small(normalized: bool = True) -> Any:
-    """What the tests use that need no transformer: it is compiled in a moment."""
+    """Returns a small model that compiles quickly, for tests that do not need a transformer."""
     import keras
 
     keras.utils.set_random_seed(4)
@@ -148,7 +148,7 @@ def rows(number: int = 21) -> tuple[np.ndarray, np.ndarray]:
 def save(
     name: str, folder: str, make_model: Any = small, make_rows: Any = rows
 ) -> tuple[str, str, list[np.ndarray]]:
-    """Trains and saves, as a checkpoint and as Keras's file; returns the paths and the values."""
+    """Trains and saves a model as a checkpoint and as Keras's file; returns the paths and the values."""
     import kdist
 
     with strategy(name).scope():
@@ -161,7 +161,7 @@ def save(
 
 
 def restore(name: str, path: str, file: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """What a new model holds after each way to have the saved one back."""
+    """Returns the state of a new model after a restored checkpoint, and of a loaded model."""
     import keras
 
     import kdist
@@ -172,14 +172,14 @@ def restore(name: str, path: str, file: str) -> tuple[list[np.ndarray], list[np.
     with strategy(name).scope():
         loaded = keras.saving.load_model(file)
     found = state_of(model), state_of(loaded)
-    for each in (model, loaded):  # and they go on from there
+    for each in (model, loaded):  # both can continue to train
         each.fit(*rows(), batch_size=8, shuffle=False, verbose=0)
     np.testing.assert_allclose(state_of(model)[0], state_of(loaded)[0], rtol=1e-5, atol=1e-6)
     return found
 
 
 def restore_checkpoint(name: str, path: str) -> list[np.ndarray]:
-    """What a new model holds after a checkpoint, whatever has written it, and that it goes on from there."""
+    """Returns the state of a new model after a checkpoint from any strategy, and continues to train."""
     import kdist
 
     with strategy(name).scope():
@@ -191,7 +191,7 @@ def restore_checkpoint(name: str, path: str) -> list[np.ndarray]:
 
 
 def loop(name: str) -> dict[str, Any]:
-    """A loop of the user's with uneven batches and a metric."""
+    """Runs a custom loop with uneven batches and a metric."""
     import keras
 
     import kdist
@@ -218,14 +218,14 @@ def loop(name: str) -> dict[str, Any]:
     losses = []
     batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, len(x), 8)]
     for batch in ours.experimental_distribute_dataset(batches):
-        kept = variables[0].value  # somebody else holds the array that the step would take
+        kept = variables[0].value  # another reference to the array that the step would donate
         losses.append(float(ours.reduce("SUM", ours.run(step, args=(batch,)), axis=None)))
         assert not getattr(kept, "is_deleted", lambda: False)()
     return _told(losses, metric, model, x)
 
 
 def plain_loop() -> dict[str, Any]:
-    """The same with plain Keras on one device, whose own step has the same sum for its loss."""
+    """Runs the same steps with plain Keras on one device, where the same sum is the loss."""
     import keras
 
     class Sum(keras.losses.Loss):

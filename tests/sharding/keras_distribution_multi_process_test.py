@@ -1,4 +1,4 @@
-"""`keras.distribution` as a strategy, a strategy as `keras.distribution`, and one that says something else."""
+"""`keras.distribution` and strategies convert into each other, and conflicts between them raise errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plain() -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 
 def as_strategies() -> tuple[list[Any], list[str], list[str]]:
-    """Numbers under each distribution that a strategy was made of, whether it is set or not; what is refused."""
+    """Trains under strategies from each distribution, set or not; returns the results, facts and errors."""
     import keras
 
     import kdist
@@ -56,12 +56,12 @@ def as_strategies() -> tuple[list[Any], list[str], list[str]]:
     library.set_distribution(mirrored.keras_distribution)
     with mirrored.scope():
         values.append(_trained(jobs.small()))
-    outside = jobs.small()  # of Keras's own, which kdist leaves alone
+    outside = jobs.small()  # made only by Keras, so kdist leaves it unchanged
     facts.append(str(tuple(outside.layers[0].kernel.value.sharding.spec)))
-    values.append(_trained(outside, 16))  # Keras wants batches that the devices divide
+    values.append(_trained(outside, 16))  # Keras needs batches that the devices can split evenly
     library.set_distribution(None)
     library.set_distribution(kdist.FullyShardedStrategy(names, min_size=2).keras_distribution)
-    for shape in ((6, 3), (7, 3)):  # Keras divides no axis unevenly
+    for shape in ((6, 3), (7, 3)):  # Keras does not shard an axis unevenly
         facts.append(str(tuple(keras.Variable(np.ones(shape, "float32")).value.sharding.spec)))
     library.set_distribution(None)
     tries = [
@@ -105,7 +105,7 @@ def plain_without_normalization() -> list[np.ndarray]:
 
 
 def as_strategies_of_workers() -> tuple[list[Any], list[Any], str]:
-    """The same on PyTorch, whose workers have one device each; for the data alone, one worker may have several."""
+    """Does the same on PyTorch, whose workers have one device each; DataParallel allows several devices."""
     import keras
 
     import kdist
@@ -124,7 +124,7 @@ def as_strategies_of_workers() -> tuple[list[Any], list[Any], str]:
         library.set_distribution(distribution)
         ours = kdist.KerasDistributionStrategy(distribution)
         with ours.scope():
-            model = jobs.small(False)  # replicas normalize by themselves there
+            model = jobs.small(False)  # without BatchNormalization, which is per replica there
         library.set_distribution(None)
         values.append(_trained(model))
         own = ours.keras_distribution
@@ -229,7 +229,7 @@ def test_a_session_of_jax_distributed_is_adopted_if_it_is_the_cluster_s(
     addresses = [f"127.0.0.1:{port}" for port in ports]
     source = SESSION.format(port=ports[0], refused=is_refused)
     environments = environments_of("jax", addresses)
-    if is_refused:  # the cluster of the environment has the workers the other way round
+    if is_refused:  # the cluster of the environment has the workers in reverse order
         environments = [env | {"RANK_HERE": str(1 - rank)} for rank, env in enumerate(environments)]
     wanted = "REFUSED The existing session of jax.distributed" if is_refused else "TRAINED 2 (2,)"
     for script in finished(tmp_path, source, environments, 120):

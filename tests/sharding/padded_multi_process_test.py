@@ -1,4 +1,4 @@
-"""Variables whose axes the replicas do not divide: divided all the same, with the numbers of one device."""
+"""Axes that the replicas cannot divide evenly are sharded, with the results of one device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["pools"]
 FOUR_TORCH_WORKERS = ("torch", 4, 1)
 PLACES = [TWO_WORKERS, FOUR_DEVICES, TORCH_WORKERS, FOUR_TORCH_WORKERS]
 IDS = ["jax-2-workers", "jax-4-devices", "torch-2", "torch-4"]
-# Neither two nor four replicas divide any axis; of five rows, four workers hold two, two, one and none.
+# Neither two nor four replicas divide any axis. Of five rows, four workers hold two, two, one and zero rows.
 WORDS, WIDTH, LENGTH = 13, 7, 5
 OPTIMIZERS = ("adam", "lamb", "adafactor")
 _PAIRS = {0: ["adam"], 1: ["adam", "adafactor"], 2: ["lamb"], 3: ["adam", "adafactor"]}
@@ -54,7 +54,8 @@ def odd_model(optimizer: str) -> Any:
         ]
     )
     optimizers = {
-        # The norm of a padded gradient, the mean of a padded square and the statistics of its rows.
+        # These need the norm of a padded gradient, the mean of a padded square, and the statistics of its
+        # rows.
         "adam": lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.5, epsilon=1e-4),
         "lamb": lambda: keras.optimizers.Lamb(0.01, epsilon=1e-4),
         "adafactor": lambda: keras.optimizers.Adafactor(0.01),
@@ -105,10 +106,10 @@ def _held(variable: Any) -> float:
 @pytest.mark.in_turn(3)
 def test_an_axis_that_replicas_do_not_divide_is_padded(place: Any, optimizer: str, pools: Pools) -> None:
     expected = run_plain(place[0], train, None, optimizer)
-    # Of 13 rows the first of four workers holds four, and of five rows two.
+    # Of 13 rows, the first of four workers holds four; of five rows, it holds two.
     share = {2: 0.56, 4: 0.36}[place[1] * place[2]]
     everyone = pools.run(place, train, "fully", optimizer)
-    if place[0] == "torch":  # JAX pads, PyTorch does not
+    if place[0] == "torch":  # only JAX pads
         assert sum(actual["held"] for actual in everyone) == expected["bytes"]
     for actual in everyone:
         for key in ("losses", "evaluated", "predicted", "values", "called"):
@@ -122,7 +123,7 @@ def save(folder: str) -> tuple[str, str, list[np.ndarray]]:
 
 
 def restore(path: str, file: str | None) -> list[Any]:
-    """What a new model holds after a checkpoint and after Keras's file, and what it computes from there."""
+    """Returns the state of a new model after a checkpoint and after Keras's file, and its next results."""
     import keras
 
     import kdist
@@ -164,7 +165,7 @@ def test_files_have_no_padding_and_any_number_of_workers_reads_them(pools: Pools
 
 
 def loop() -> dict[str, Any]:
-    """A loop of the user's, and values that are assigned, read and shown."""
+    """Runs a custom loop, and assigns, reads and shows values."""
     import keras
 
     import kdist
@@ -230,7 +231,7 @@ def test_a_loop_of_the_user_s_sees_no_padding(place: Any, pools: Pools) -> None:
     for actual in pools.run(place, loop):
         for key in ("values", "assigned", "called"):
             assert_close(actual[key], expected[key], atol=5e-6, where=key)
-        # `train_on_batch` returns the mean of the losses so far.
+        # `train_on_batch` returns the running mean of the losses.
         assert_close(actual["losses"][0], expected["losses"][0], atol=5e-6)
         assert f"shape=({WORDS}, {WIDTH})" in actual["shown"]
-        assert actual["shown"].count("[") in (0, WORDS + 1)  # all rows of the value, or none
+        assert actual["shown"].count("[") in (0, WORDS + 1)  # all rows of the value, or no rows

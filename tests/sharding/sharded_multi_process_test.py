@@ -1,4 +1,4 @@
-"""Variables that are divided: memory, numbers, files that any other strategy reads, and what is refused."""
+"""Sharded variables save memory, match one device, and save files for any strategy. Mistakes raise errors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.helpers.models import state_of
 from tests.helpers.processes import run_plain, start_pool
 from tests.sharding import jobs
 
-# Backend, worker processes, and devices in each.
+# Backend, number of workers, and devices per worker.
 TWO_WORKERS = ("jax", 2, 1)
 FOUR_DEVICES = ("jax", 1, 4)
 TORCH_WORKERS = ("torch", 2, 1)
-# Where dropout draws one mask for the global batch, the numbers are those of one device with it, too.
+# On JAX, dropout draws one mask for the global batch, so the results match one device even with dropout.
 RATES = {"jax": 0.1}
-# How much of weights and optimizer state a device may hold, by strategy and replicas. The layouts of "attention" divide
-# somewhat more than half of them by two.
+# The largest share of weights and optimizer state per device, by strategy and replicas. The layouts of
+# "attention" split somewhat more than half of them in two.
 SHARES = {("fully", 2): 0.6, ("fully", 4): 0.35, ("attention", 4): 0.8}
 
 
@@ -44,7 +44,7 @@ class Pools:
             raise
 
     def plain(self, backend: str) -> Any:
-        """What one device gives."""
+        """Returns the results of one device."""
         if backend not in self._plain:
             self._plain[backend] = run_plain(backend, jobs.train, None, RATES.get(backend, 0.0))
         return self._plain[backend]
@@ -61,7 +61,7 @@ def pools() -> Iterator[Pools]:
     found.close()
 
 
-# A transformer takes its time to compile: pairs, where a mesh has two axes for `ModelParallelStrategy`.
+# A transformer compiles slowly, so only pairs run; for `ModelParallelStrategy`, the mesh has two axes.
 @pytest.mark.kills(
     jax_divided_variables_whole="[four-devices-fully]",
     jax_rows_padded_along_one_axis="[four-devices-model]",
@@ -91,7 +91,8 @@ def test_a_step_on_jax_holds_few_whole_variables_at_once(pools: Pools) -> None:
     (mirrored,), (fully,) = (
         pools.run(FOUR_DEVICES, jobs.step_memory, name) for name in ("mirrored", "fully")
     )
-    # The weights, and a gradient of each. `FullyShardedStrategy` has a quarter of the weights, and gathers some.
+    # Mirrored: all weights and all gradients. `FullyShardedStrategy` has a quarter of the weights, and
+    # gathers some.
     assert mirrored >= 24 + 24
     assert 6 <= fully <= mirrored / 2
 
@@ -172,7 +173,7 @@ def test_a_worker_that_saves_alone_is_an_error_and_no_hang(tmp_path: Path, place
 
 
 def back_up(folder: str) -> tuple[list[Any], list[Any], list[str]]:
-    """Keras's callbacks that write and read files, in a `fit` that fails and the one after it."""
+    """Runs Keras's callbacks that write and read files, in a `fit` that fails and in the next `fit`."""
     import os
 
     import keras
@@ -208,7 +209,7 @@ def test_keras_s_callbacks_write_and_resume(tmp_path: Path, place: Any, pools: P
 
 
 def mistakes() -> dict[str, str]:
-    """What each mistake raises, before anything is trained."""
+    """Returns the error of each mistake; all are raised before training starts."""
     import kdist
 
     mesh = {"batch": 2, "model": 2}

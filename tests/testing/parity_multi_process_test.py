@@ -1,4 +1,4 @@
-"""`assert_parity`: passes where the numbers are those of one device, and says what differs where they are not."""
+"""`assert_parity` passes if the results match one device; otherwise its error describes the difference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kdist.testing import WorkerFailure, Workers, assert_parity
 from tests.helpers.processes import each_backend, start_pool
 
 DRAW = np.random.default_rng(0)
-X = DRAW.normal(size=(22, 4)).astype("float32")  # batches of 8 leave a short last one
+X = DRAW.normal(size=(22, 4)).astype("float32")  # batches of 8, with a shorter last batch
 Y = (X @ DRAW.normal(size=(4, 1)) + 0.3).astype("float32")
 
 
@@ -88,7 +88,7 @@ def test_several_devices_and_data_from_a_function(workers):
         return kdist.MirroredStrategy(["cpu:0", "cpu:1"])
 
     assert_parity(make_model, data, mirrored, num_workers=1, backend="jax", workers=workers)
-    # The same with a model that is made under a strategy of its own: there is nothing to compare with.
+    # A model that is already made under a strategy: there is no plain model to compare it with.
     with pytest.raises(WorkerFailure, match="(?s)in the scope of a strategy.*'MirroredStrategy'"):
         assert_parity(under_a_strategy, (X, Y), mirrored, num_workers=1, backend="jax", workers=workers)
 

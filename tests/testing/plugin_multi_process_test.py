@@ -1,4 +1,4 @@
-"""The plugin of pytest: what its fixtures do in a user's tests, and that it costs those nothing who do not use it."""
+"""The pytest plugin: its fixtures work in a user's tests, and cost nothing if the tests do not use them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_that_leaks(kdist_no_leaks):
 
 def run_pytest(folder, tests, **env):
     (folder / "user_test.py").write_text(tests, encoding="utf-8")
-    # By its name: what the installed kdist registers depends on when it was installed.
+    # Loaded by name, because the entry points of the installed kdist may be outdated.
     env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | env
     command = ("-m", "pytest", "-p", MODULE, "-p", "no:cacheprovider", "-rA", "user_test.py")
     return run_python(*command, cwd=folder, timeout=150, code=None, **env)

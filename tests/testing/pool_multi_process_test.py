@@ -1,4 +1,4 @@
-"""`WorkerPool` and the leak checks. No wait without a timeout."""
+"""`WorkerPool` and the leak checks. Every wait has a timeout."""
 
 import os
 import socket
@@ -91,7 +91,7 @@ def test_failures_of_all_workers_are_listed(pool):
         pool.run(fail)
     assert "KeyError: 'in 0'" in str(info.value) and "KeyError: 'in 1'" in str(info.value)
     assert info.value.__cause__.args == ("in 1",) and info.value.worker_index == 1
-    assert pool.run(rank) == [0, 1]  # it can be used again
+    assert pool.run(rank) == [0, 1]  # the pool still works
 
 
 def test_sys_exit_is_a_failure(pool):
@@ -107,7 +107,7 @@ def test_timeout_shows_every_workers_stack():
             time.sleep(100)
 
     with no_leaks(), WorkerPool(2, timeout=TIMEOUT) as workers:
-        workers.run(rank)  # starting up is not what is timed
+        workers.run(rank)  # excludes the startup from the measured time
         start = time.monotonic()
         with pytest.raises(PoolTimeoutError, match="did not respond within .* s: worker 1") as info:
             workers.run(stuck_here, timeout=1.0)
@@ -118,7 +118,8 @@ def test_timeout_shows_every_workers_stack():
 
 
 def is_running(pid):
-    # Who adopts an orphan may take its time to ask how it has ended; until then it is a zombie.
+    # The process that adopts an orphan may take some time to collect its exit code. Until then it is a
+    # zombie.
     return process_table().get(pid, (0, "Z"))[1] != "Z"
 
 

@@ -1,4 +1,4 @@
-"""Spans, what a meter makes of them, and the files that they are written to."""
+"""Spans, the meter that sums them up, and the files that contain them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kdist.tracing.pace import pace_of
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A clock that only the test moves, in seconds."""
+    """Replaces the clock by a time in seconds that only the test changes."""
     now = [100.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     monkeypatch.setattr("time.perf_counter_ns", lambda: int(now[0] * 1e9))
@@ -39,7 +39,7 @@ def test_a_meter_adds_up_what_each_span_took_by_itself(clock: list[float]) -> No
                 with span("step", "step", rows=64):
                     clock[0] += 2
                     spend(3, "all_reduce", "exchange")
-                    # A replica has a thread of its own, and the context of the step.
+                    # A replica has a separate thread with the context of the step.
                     replica = threading.Thread(
                         target=contextvars.copy_context().run, args=(spend, 4, "all_reduce", "exchange")
                     )
@@ -74,14 +74,15 @@ def test_the_step_that_compiles_is_left_out_unless_there_is_no_other(clock: list
 
 @pytest.mark.kills("measured_slowest_is_who_waits")
 def test_the_slowest_worker_is_the_one_that_waits_for_nobody() -> None:
-    # Ten seconds for all. The second one reads for 4 s, while the others wait for it in the step, or in its exchange.
+    # Ten seconds for all. The second worker reads for 4 s, and the others wait for it in the step or
+    # exchange.
     fused = [Totals(10.0, 5, 500, {"step": s, "input": i}) for s, i in ((9.0, 0.5), (5.0, 4.0), (8.5, 1.0))]
     pace = pace_of(fused, exchanges_in_programs=True)
     assert pace.slowest == 1
     assert pace.rows_per_second == 50
     assert pace.waiting_for_input == pytest.approx(5.5 / 3 / 10)
     assert pace.waiting_for_others == pytest.approx((4 + 0 + 3.5) / 3 / 10)
-    # The same in numbers that tell the exchange: here the last one computes for longer.
+    # The same with separate times for the exchange: here the last worker computes for longer.
     told = [Totals(10.0, 5, 500, {"step": s, "exchange": e}) for s, e in ((2.0, 7.5), (3.0, 6.5), (8.0, 1.5))]
     assert pace_of(told, exchanges_in_programs=False).slowest == 2
     assert pace_of(told[:1], exchanges_in_programs=False).waiting_for_others == 0
@@ -108,7 +109,7 @@ def test_a_trace_is_json_and_shows_each_thread_in_a_row(tmp_path: Path) -> None:
     with span("too late", "step"):
         pass
     with warnings.catch_warnings(action="error"):
-        file.add(late)  # of another thread, that was at its end
+        file.add(late)  # of another thread, which was about to end
         file.flush()
     written = json.loads((tmp_path / "worker-3.json").read_text())
     found = events_of(tmp_path / "worker-3.json")
@@ -154,7 +155,7 @@ def test_traces_of_killed_and_restarted_workers_are_put_together(tmp_path: Path)
 
 @pytest.fixture
 def begun(tmp_path: Path) -> Iterator[Path]:
-    """A folder for traces, which `trace_file.begin` writes to."""
+    """A directory for traces, which `trace_file.begin` writes to."""
     with environment.patched(KDIST_TRACE=tmp_path):
         yield tmp_path
     trace_file._end()
@@ -164,11 +165,11 @@ def begun(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.kills("trace_written_by_children")
 def test_a_child_writes_nothing_into_its_parents_trace(begun: Path) -> None:
     trace_file.begin(0)
-    with span("of the parent", "step"):  # is not on disk yet
+    with span("of the parent", "step"):  # not on disk yet
         pass
     pid = os.fork()
     if pid == 0:
-        for _ in range(600):  # more than is kept back
+        for _ in range(600):  # more than the buffer holds
             with span("of a child", "input"):
                 pass
         trace_file.flush()
@@ -197,7 +198,7 @@ def test_tasks_with_different_work_trace_by_their_names(begun: Path, job: str, i
     config = {"cluster": cluster, "task": {"type": job, "index": index}}
     trace_file.TraceFile(str(begun), 0).close()
     with environment.patched(TF_CONFIG=json.dumps(config)):
-        trace_file.begin(0)  # by itself, each of them is the first worker
+        trace_file.begin(0)  # each process by itself is the first worker
     with span("what it does", "step"):
         pass
     trace_file._end()

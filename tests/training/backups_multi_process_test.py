@@ -1,6 +1,6 @@
-"""When `BackupAndRestore` saves by the clock, what a damaged backup does, and how a termination is noticed.
+"""`BackupAndRestore` saves by the clock, survives damaged backups, and notices a termination.
 
-Clocks are replaced, so that it is known after which step something is due.
+The tests replace the clocks, so that a save is due after a known step.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ ALL_STEPS = EPOCHS * by_hand.STEPS
 
 
 def on(*backends: str) -> Any:
-    """Runs a test on some backends: what it is about is the same on all, and each has its turn."""
+    """Runs a test only on some backends, because the tested code does not depend on the backend."""
     marked = [pytest.param(name, marks=pytest.mark.xdist_group(f"pool-{name}")) for name in backends]
     return pytest.mark.parametrize("backend", marked)
 
 
 class Interrupted(Exception):
-    """Stands for whatever ends a job."""
+    """Stands for any interruption of a job."""
 
 
 class Clock:
-    """A clock that goes on with the steps of the training, on each worker in its own way."""
+    """A clock that advances with the steps of the training, with a different speed on each worker."""
 
     def __init__(self, start: float, seconds: float) -> None:
         self.now, self.seconds = start, seconds
@@ -53,15 +53,15 @@ def fit(
     """Trains on all workers of the pool, with backups.
 
     Args:
-        folder: Of the backups.
+        folder: The directory of the backups.
         ends_after: The step after which the job is interrupted.
-        is_true: Whether the model starts where it should; else all that is right was restored.
-        act: Called after each step, with its number and the clock of this worker, before it can be saved.
+        is_true: Whether the model starts with the right weights; otherwise only a backup can provide them.
+        act: A function to call after each step, before a save, with the step and this worker's clock.
         epochs: The number of epochs.
         **backup: Arguments of `BackupAndRestore`.
 
     Returns:
-        The weights; the steps that were taken, from 0; and the steps after which a backup was made, from 1.
+        The weights; the steps that ran, from 0; and the steps after which a backup was made, from 1.
     """
     import keras
 
@@ -123,7 +123,7 @@ def in_worker_by_the_clock(folder: str) -> Any:
 @pytest.mark.in_turn(4)
 @on("jax", "torch")
 def test_backups_by_the_clock_of_the_chief(backend: str, tmp_path: Path) -> None:
-    # A step takes a second of the chief's clock and three of the other one's.
+    # A step takes one second of the chief's clock and three seconds of the other clock.
     for first, again, both in run(backend, 2, in_worker_by_the_clock, str(tmp_path / "backup")):
         assert first[1:] == (list(range(25)), [10, 20])
         assert again[1:] == (list(range(20, ALL_STEPS)), [30]), "it goes on from the last backup"
@@ -133,7 +133,7 @@ def test_backups_by_the_clock_of_the_chief(backend: str, tmp_path: Path) -> None
 
 
 def in_worker_two_fits(folder: str) -> Any:
-    """A script that calls `fit` twice with one directory: interrupted in the second, then started again."""
+    """Calls `fit` twice with one directory, is interrupted in the second `fit`, and then runs again."""
     from kdist.training import backup
 
     found = []
@@ -178,7 +178,7 @@ def test_a_fit_of_fewer_epochs_does_not_delete_a_backup(backend: str, tmp_path: 
 
 
 def damage(path: Path, how: str) -> None:
-    """Does to a backup what disks and people do."""
+    """Damages a backup in ways that disks and people do."""
     shard = min(path.glob("shard-*-of-*.safetensors"))
     if how == "byte":
         data = bytearray(shard.read_bytes())
@@ -230,7 +230,8 @@ def test_a_damaged_backup_does_no_harm(how: str, backend: str, tmp_path: Path) -
     for first, found, warnings in run(backend, 2, in_worker_damaged, str(tmp_path), how):
         assert first[2] == [2, 4, 6, 8]
         shared, own, lost = found
-        # The newest one is damaged for all; for one worker alone, where each has a folder; and both are.
+        # The newest backup is damaged for all workers. Then one worker, with its own directory, has a damaged
+        # backup. Then both backups are damaged.
         assert [steps for _, steps, _ in found] == [list(range(n, ALL_STEPS)) for n in (6, 6, 0)]
         for weights, *_ in (shared, own, lost):
             np.testing.assert_allclose(weights, by_hand.weights(EPOCHS), rtol=1e-5, atol=1e-6)
@@ -239,7 +240,7 @@ def test_a_damaged_backup_does_no_harm(how: str, backend: str, tmp_path: Path) -
 
 
 def in_worker_lost(folder: str, worker: int, names: list[str]) -> Any:
-    """Each worker has its own directory, and one of them loses backups."""
+    """Loses backups of one worker, where each worker has its own directory."""
     import kdist
 
     own = f"{folder}/own-{os.environ['RANK']}"
@@ -249,7 +250,7 @@ def in_worker_lost(folder: str, worker: int, names: list[str]) -> Any:
         for name in names:
             shutil.rmtree(f"{own}/{name}")
     kdist.barrier()
-    # Other initial weights than the first time, unless no backup is restored.
+    # Other initial weights than the first time, unless no backup can be restored.
     return there, fit(own, is_true=len(names) == 2, save_freq=2), Path(own).exists()
 
 
@@ -271,7 +272,7 @@ def test_workers_resume_from_a_backup_that_all_have(
 
 
 class Left(Exception):
-    """Raised by `exit_fn`, in place of the end of the process."""
+    """Raised by `exit_fn` instead of the end of the process."""
 
 
 def leave() -> None:
@@ -279,7 +280,7 @@ def leave() -> None:
 
 
 def in_worker_grace(folder: str) -> Any:
-    """SIGTERM on one worker, which may go on for 30 seconds of its clock."""
+    """Sends SIGTERM to one worker, which may continue for 30 seconds of its clock."""
     import kdist
 
     config = kdist.experimental.TerminationConfig(exit_fn=leave, grace_period=30)
@@ -301,7 +302,7 @@ def in_worker_grace(folder: str) -> Any:
 @pytest.mark.in_turn(4)
 @on("tensorflow", "torch")
 def test_training_goes_on_until_the_grace_period_has_run_out(backend: str, tmp_path: Path) -> None:
-    # Three seconds a step on that worker: ten steps, and all save after the same one.
+    # That worker needs three seconds per step, so ten steps remain, and all workers save after the same step.
     for taken, saved, (weights, rest, _) in run(backend, 2, in_worker_grace, str(tmp_path / "backup")):
         assert taken == list(range(1, 15))
         assert saved == ["ckpt-1"]
@@ -310,7 +311,7 @@ def test_training_goes_on_until_the_grace_period_has_run_out(backend: str, tmp_p
 
 
 def in_worker_watcher(folder: str) -> Any:
-    """A function says that this worker will be terminated, and another one saves."""
+    """Lets a function report that this worker will be terminated, while the other worker saves."""
     import threading
 
     import kdist

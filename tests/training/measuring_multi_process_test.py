@@ -1,4 +1,4 @@
-"""What is measured of a `fit`: the traces, `Throughput` and `RunLog`, on two workers of which one is slow."""
+"""Traces, `Throughput` and `RunLog` measure a `fit` on two workers, one of which is slow."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.helpers.models import network
 from tests.helpers.processes import BACKENDS, each_backend, run, strategy
 from tests.helpers.scripts import Script
 
-ROWS, BATCH, EPOCHS = 44, 8, 3  # a last batch of 4 rows; 6 steps an epoch
-SLOW = 0.1  # seconds a step, that the second worker is busy with its own things
+ROWS, BATCH, EPOCHS = 44, 8, 3  # a last batch of 4 rows; 6 steps per epoch
+SLOW = 0.1  # seconds per step that the second worker is busy otherwise
 
 
 def in_worker_measured(folder: str) -> dict[str, Any]:
-    """A fit that is measured in every way."""
+    """Runs a `fit` with every kind of measurement."""
     import time
 
     import keras
@@ -64,9 +64,9 @@ def in_worker_measured(folder: str) -> dict[str, Any]:
 def test_a_fit_is_measured_alike_on_all_workers(backend: str, tmp_path: Path) -> None:
     history, other = run(backend, 2, in_worker_measured, str(tmp_path))
     assert history == other
-    # The machine may be so busy that the other one is held up for longer, but hardly in each epoch.
+    # On a busy machine, the other worker may be slower at times, but hardly in every epoch.
     assert 1 in history["slowest_worker"] and set(history["slowest_worker"]) <= {0, 1}
-    # Each batch of 8 rows waits 0.1 s for the slow worker: validation and replicas must not count again.
+    # Each batch of 8 rows waits 0.1 s for the slow worker. Validation rows and replicas must not count again.
     assert all(0 < speed < BATCH / SLOW for speed in history["rows_per_second"]), history["rows_per_second"]
     for name in ("waiting_for_input", "waiting_for_others"):
         assert all(0 <= share < 1 for share in history[name]), name
@@ -108,7 +108,7 @@ def check_trace(events: list[dict[str, Any]], backend: str) -> None:
         "the others exchange in their programs"
     )
     assert sum(event["args"]["rows"] for event in spans if "rows" in event.get("args", ())) == EPOCHS * ROWS
-    for thread in {event["tid"] for event in spans}:  # they lie side by side, or within each other
+    for thread in {event["tid"] for event in spans}:  # spans are consecutive or nested
         stack: list[float] = []
         row = [event for event in spans if event["tid"] == thread]
         for event in sorted(row, key=lambda event: (event["ts"], -event["dur"])):
@@ -184,7 +184,7 @@ def test_a_worker_that_is_killed_leaves_what_can_be_read_and_goes_on(backend: st
 
 
 def in_worker_resumed(folder: str) -> None:
-    """A fit that fails once all steps of its first epoch are in the backup, and another one that goes on there."""
+    """Fails after all steps of the first epoch are in the backup; a second `fit` resumes there."""
     import os
     import time
 
@@ -204,7 +204,7 @@ def in_worker_resumed(folder: str) -> None:
     class Fail(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             while not any(name.startswith("ckpt-") for name in os.listdir(f"{folder}/backup")):
-                time.sleep(0.01)  # it is written in the background
+                time.sleep(0.01)  # a background thread writes it
             raise RuntimeError("the disk is full")
 
     x = np.random.RandomState(0).rand(32, 3).astype("float32")

@@ -1,4 +1,4 @@
-"""`Meetings`: how often, and that it is after the same steps on all workers."""
+"""`Meetings` happen at the right intervals, and after the same steps on all workers."""
 
 from __future__ import annotations
 
@@ -20,4 +20,4 @@ def test_meetings_come_about_as_often_as_the_clock_says(monkeypatch: pytest.Monk
             times.append(clock[0])
     apart = [b - a for a, b in zip(times[-4:], times[-3:], strict=False)]
     assert all(0.4 < seconds <= 0.51 for seconds in apart)
-    assert len(times) < 20  # the first ones come soon, each at most twice as far as the one before
+    assert len(times) < 20  # the first intervals are short, and each is at most twice as long as before

@@ -1,4 +1,4 @@
-"""A job whose worker is taken away: all save at the same step, the launcher starts it again, and nothing is lost."""
+"""A preempted worker's job saves at the same step on all workers, restarts, and loses nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.helpers import by_hand
 from tests.helpers.scripts import RUN, Script
 
 EPOCHS = 12
-SLOW = 0.05  # of each step, so that the workers meet before the last one
+SLOW = 0.05  # seconds per step, so that the workers agree before the last step
 
 SCRIPT = f"""
 import os, time
@@ -38,7 +38,7 @@ print(by_hand.show(model), flush=True)
 
 
 def steps_of(output: str, start: int, rank: int) -> list[tuple[int, float]]:
-    """Which steps a worker took in a start of the job, and when."""
+    """Returns the steps of a worker in one start of the job, with their times."""
     found = re.findall(rf"STEP {start} {rank} (\d+) ([\d.]+)", output)
     return [(int(number), float(at)) for number, at in found]
 
@@ -63,7 +63,7 @@ def test_a_worker_is_taken_away_and_nothing_is_lost(tmp_path: Path) -> None:
 
 
 def check_slow_steps(out: str, err: str) -> None:
-    """One worker was told to be slow at every step of every start; the fault before is not repeated."""
+    """One worker is slow at every step of every start, but the earlier fault is not repeated."""
     assert err.count("[worker 1] kdist: --inject sigterm") == 1, (
         err
     )  # the launcher repeats it without a prefix

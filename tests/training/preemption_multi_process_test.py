@@ -1,4 +1,4 @@
-"""Workers that are to be terminated save at the same step and leave; weights that drift apart are noticed."""
+"""Workers before a termination save at the same step and exit. Workers notice weights that drift apart."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.processes import each_backend, run, strategy
 
 
 class Left(Exception):
-    """Raised by `exit_fn`, in place of the end of the process."""
+    """Raised by `exit_fn` instead of the end of the process."""
 
 
 def leave() -> None:
@@ -34,7 +34,7 @@ def data() -> dict[str, Any]:
 
 
 def callback_at(step: int, worker: int, act: Any) -> Any:
-    """Does something on one worker, after a step of the first epoch."""
+    """Returns a callback that calls a function on one worker, after a step of the first epoch."""
     import keras
 
     class At(keras.callbacks.Callback):
@@ -149,7 +149,7 @@ def test_weights_that_drift_apart_are_named(backend: str) -> None:
     assert run(backend, 2, drifting, False) == [("", 20), ("", 20)]
 
 
-# In a worker: if the signal were not caught, it would end the process that it is sent to.
+# In a worker, because an uncaught signal would end the process.
 
 
 def terminated() -> Any:

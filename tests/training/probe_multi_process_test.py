@@ -1,4 +1,4 @@
-"""What losses, layers and metrics of the user's make of the rows: sums are added up, what couples rows is warned of."""
+"""The probe of custom losses, layers and metrics adds up sums, and warns if they couple rows."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kdist.cluster import environment
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.processes import BACKENDS, full_unless, run, run_plain, scope
 
-ROWS = 13  # of batches of 4: the last one has fewer rows than there are replicas
+ROWS = 13  # batches of 4: the last batch has fewer rows than replicas
 SAYS = "different results with 2 replicas"
 
-# Two replicas of one worker, and two workers; JAX sees all rows, and probes nothing.
+# Two replicas of one worker, and two workers. On JAX, which sees all rows, there is no probe.
 _each_cell = pytest.mark.parametrize(
     ("backend", "num_workers"),
     [
@@ -40,7 +40,7 @@ def data() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @contextlib.contextmanager
 def said() -> Any:
-    """What the probe warned of."""
+    """Collects the warnings of the probe."""
     found: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -60,17 +60,17 @@ def _add_sum(layer: Any, inputs: Any) -> None:
 
 
 def sums(under_strategy: bool) -> Any:
-    """Sums of every kind, each beside a mean: numbers after training, and what was said."""
+    """Trains with every kind of sum, each next to a mean; returns the results and the warnings."""
     import keras
     from keras import ops
 
     class Penalty(keras.layers.Layer):
-        """As Keras's guide to layers of one's own has it, and a mean."""
+        """A custom layer as in Keras's guide, and a mean."""
 
         def call(self, inputs: Any, training: bool = False) -> Any:
             self.add_loss([ops.mean(ops.square(inputs)), ops.sum(inputs) * 0.1])
             if training:
-                self.add_loss(ops.square(inputs) * 0.01)  # which Keras adds up
+                self.add_loss(ops.square(inputs) * 0.01)  # Keras adds up its elements
                 self.add_loss(ops.sum(ops.abs(self.weight)) + 0 * ops.sum(inputs))
             return inputs * self.weight
 
@@ -82,7 +82,7 @@ def sums(under_strategy: bool) -> Any:
             _add_sum(self, inputs)
             return inputs
 
-    class Folds(keras.layers.Layer):  # hands a layer two rows per row of the batch
+    class Folds(keras.layers.Layer):  # calls a layer with two rows per row of the batch
         def build(self, shape: Any) -> None:
             self.inner = Summed()
 
@@ -161,7 +161,7 @@ def test_sums_over_the_rows_are_added_up_and_means_stay_means(backend, num_worke
 
 
 def seen_by_one_worker(under_strategy: bool) -> Any:
-    """A sum that is 0 on what the second worker has of the first batch: weights after training."""
+    """Trains with a sum that is 0 for the second worker's part of the first batch; returns the weights."""
     import keras
     from keras import ops
 
@@ -186,12 +186,12 @@ def test_all_workers_come_to_the_same_verdict(backend):
 
 
 def of_one_row(under_strategy: bool) -> Any:
-    """A sum where each replica has one row, after a batch that has one altogether; of an object's own method."""
+    """Trains with sums and a replaced `call`, on batches with one row, and with one row per replica."""
     import keras
     from keras import ops
 
     class Metric(keras.metrics.Mean):
-        def __eq__(self, other: object) -> bool:  # so that it has no hash
+        def __eq__(self, other: object) -> bool:  # makes it unhashable
             return self is other
 
     class Penalty(keras.layers.Layer):
@@ -231,7 +231,7 @@ def test_sums_are_found_out_where_a_replica_has_one_row(backend, num_workers):
 
 
 def coupled(probe: str | None, times: int = 2) -> Any:
-    """Things that couple the rows, compiled and trained several times: what was said."""
+    """Compiles and trains several times with functions that couple the rows; returns the warnings."""
     import keras
     from keras import ops
 
@@ -240,7 +240,7 @@ def coupled(probe: str | None, times: int = 2) -> Any:
             self.add_loss(ops.max(inputs))
             return inputs
 
-    class Repeats(keras.layers.Layer):  # hands a layer one row more than the batch has
+    class Repeats(keras.layers.Layer):  # calls a layer with one row more than the batch has
         def build(self, shape: Any) -> None:
             self.inner = Balance(name="uneven")
 
@@ -295,7 +295,7 @@ def coupled(probe: str | None, times: int = 2) -> Any:
 @each_cell
 def test_what_couples_the_rows_is_warned_of_once_by_name(backend, num_workers):
     first, *others = run(backend, num_workers, coupled, None)
-    assert others == [[]] * (num_workers - 1)  # the chief speaks for all
+    assert others == [[]] * (num_workers - 1)  # only the chief warns
     begin = [warning.partition(f" gives {SAYS}")[0].partition(f" give {SAYS}")[0] for warning in first]
     named = [
         "The loss `contrast`",
@@ -311,7 +311,7 @@ def test_what_couples_the_rows_is_warned_of_once_by_name(backend, num_workers):
 
 
 def unwritten(probe: str | None) -> Any:
-    """Statistics, random numbers, counters: numbers after training, and what a layer was called with."""
+    """Trains with statistics, random numbers and counters; returns the results and a layer's calls."""
     import keras
     from keras import ops
 
@@ -324,7 +324,7 @@ def unwritten(probe: str | None) -> Any:
         def call(self, inputs: Any) -> Any:
             self.steps.assign_add(1)
             noise = keras.random.normal(ops.shape(inputs), seed=self.seeds)
-            self.add_loss(ops.sum(ops.square(noise)))  # random: nobody can say
+            self.add_loss(ops.sum(ops.square(noise)))  # random, so the probe cannot decide
             return inputs + 0.1 * noise
 
     def own(y: Any, predicted: Any) -> Any:
@@ -373,12 +373,12 @@ def test_the_environment_leaves_it_out(backend):
 
 
 def seeded_after_a_probe() -> Any:
-    """How often `fit` meets each row of datasets that shuffle by a seed, made before and after a probe."""
+    """Counts the visits of `fit` to each row of seeded datasets, made before and after a probe."""
     import keras
     import tensorflow as tf
     from tensorflow.python.eager import context
 
-    context.context()._seed = None  # as in a process that has set none
+    context.context()._seed = None  # as in a process without a seed
 
     class Sum(keras.losses.Loss):
         def call(self, y: Any, predicted: Any) -> Any:

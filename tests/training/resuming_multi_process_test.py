@@ -1,4 +1,4 @@
-"""A `fit` that was interrupted and goes on equals one that never was, whatever the data and wherever it stopped."""
+"""A `fit` that resumes equals an uninterrupted `fit`, with any data and after an interruption at any step."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.helpers.processes import (
     strategy,
 )
 
-ROWS, BATCH, EPOCHS = 44, 8, 3  # a last batch of 4 rows; 6 steps an epoch
+ROWS, BATCH, EPOCHS = 44, 8, 3  # a last batch of 4 rows; 6 steps per epoch
 
 
 class Interrupted(Exception):
-    """Stands for whatever ends a job."""
+    """Stands for any interruption of a job."""
 
 
 def arrays() -> tuple[Any, Any]:
@@ -35,7 +35,7 @@ def arrays() -> tuple[Any, Any]:
 
 
 def make_data(kind: str, seed: int) -> dict[str, Any]:
-    """The arguments of `fit` for one kind of data, as a script makes them each time it is started."""
+    """Returns the arguments of `fit` for one kind of data, as a script makes them at each start."""
     kind, _, steps = kind.partition(", steps: ")
     if steps:
         return make_data(kind, seed) | {"steps_per_epoch": int(steps)}
@@ -54,7 +54,7 @@ def make_data(kind: str, seed: int) -> dict[str, Any]:
     if "DataLoader" in kind:
         import torch
 
-        torch.manual_seed(seed)  # Keras does so on its PyTorch backend only
+        torch.manual_seed(seed)  # Keras does this only on its PyTorch backend
         own = torch.Generator().manual_seed(seed) if "generator" in kind else None
         return {"x": loader(x, y, batch_size=BATCH, shuffle=True, generator=own)}
     if kind == "PyDataset":
@@ -84,11 +84,11 @@ KINDS = (
 def fit(
     kind: str, seed: int, *callbacks: Any, use_ema: bool = False, **arguments: Any
 ) -> tuple[list[Any], dict[str, Any], int]:
-    """One start of the user's script; returns the weights, the history and the number of steps it took."""
+    """Runs one start of a user's script; returns the weights, the history and the number of steps."""
     import keras
 
     keras.utils.clear_session()
-    # A pipeline of tf.data takes the seeds that are there when it is made; everything else comes from the backup.
+    # A tf.data pipeline uses the seeds at its creation; everything else comes from the backup.
     keras.utils.set_random_seed(1 if "tf.data" in kind else seed)
     data = make_data(kind, seed)
     keras.utils.set_random_seed(seed)
@@ -116,7 +116,7 @@ def fit(
 
 
 def stop_at(epoch: int, batch: int | None) -> Any:
-    """A callback that ends the job after a batch, or at the end of an epoch."""
+    """Returns a callback that interrupts the job after a batch, or at the end of an epoch."""
     import keras
 
     class Stop(keras.callbacks.Callback):
@@ -135,7 +135,7 @@ def stop_at(epoch: int, batch: int | None) -> Any:
 
 
 def interrupted(folder: str, kind: str, places: Any) -> Any:
-    """Runs without interruption; and for each place again, interrupted there, and started once more."""
+    """Trains without interruption, and then once per place, with an interruption there and a restart."""
     import kdist
 
     expected = fit(kind, 1)
@@ -144,7 +144,7 @@ def interrupted(folder: str, kind: str, places: Any) -> Any:
         backup = {"backup_dir": f"{folder}/{number}", "save_freq": save_freq}
         with pytest.raises(Interrupted):
             fit(kind, 1, kdist.callbacks.BackupAndRestore(**backup), stop_at(epoch, batch))
-        # Weights, seeds and random states come from the backup: another seed must not matter.
+        # Weights, seeds and random states come from the backup, so a different seed must not matter.
         again = fit(kind, 2, kdist.callbacks.BackupAndRestore(**backup))
         results.append((again, Path(backup["backup_dir"]).exists()))
     return expected, results
@@ -181,7 +181,7 @@ ITERATED = ("tf.data", "distributed tf.data", "DataLoader", "PyDataset")
 @pytest.mark.parametrize(
     ("backend", "kind", "after"),
     [
-        # After the second step of an epoch, or after the last: each with every kind and on every backend.
+        # After the second step of an epoch, or after the last: both with every kind, on every backend.
         pytest.param(backend, kind, after, marks=full_unless((b + k) % 2 == (after == 5)))
         for (b, backend), (k, kind) in itertools.product(enumerate(BACKENDS), enumerate(ITERATED))
         for after in (1, 5)
@@ -193,7 +193,7 @@ def test_two_workers_go_on_at_the_same_batch(backend: str, kind: str, after: int
     check(run(backend, 2, interrupted, str(tmp_path), kind, [(1, 1, after)]))
 
 
-# How often backups are made; in which epoch, and after which of its batches or at its end, the job is interrupted.
+# The save frequency, and the epoch and batch of the interruption; `None` is the end of the epoch.
 PLACES = {
     "at the second step": (1, 0, 1),
     "between two backups": (4, 1, 3),
@@ -210,7 +210,7 @@ def test_a_run_goes_on_from_anywhere(backend: str, place: str, tmp_path: Path) -
     check(run(backend, 2, interrupted, str(tmp_path), "arrays", [PLACES[place]]))
 
 
-# Epochs and passes over the data end together, or not.
+# Whether or not epochs and passes over the data end together.
 CUT_IN_EPOCHS = ("arrays", "tf.data", "DataLoader", "PyDataset")
 
 
@@ -228,7 +228,7 @@ def test_a_pass_of_several_epochs_goes_on(backend: str, steps: int, kind: str, t
     check(run(backend, 1, interrupted, str(tmp_path), f"{kind}, steps: {steps}", places))
 
 
-# The callbacks before and after the backup, and the epoch in whose first step the job is interrupted.
+# The callbacks before and after the backup, and the epoch whose first step interrupts the job.
 CALLBACKS = {
     "early stopping after the backup": ((), ("worse", "stops"), 2),
     "a lower rate after the backup": ((), ("worse", "lowers"), 3),
@@ -242,13 +242,13 @@ def make_callback(name: str) -> Any:
     import keras
 
     class Worse(keras.callbacks.Callback):
-        """What the others watch gets worse from epoch to epoch."""
+        """Makes the monitored value worse in every epoch."""
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             logs["q"] = float(epoch)
 
     class OwnStopping(keras.callbacks.EarlyStopping):
-        """A subclass keeps the counters of its base class."""
+        """A subclass, whose base class has the counters."""
 
     watch = {"monitor": "q", "mode": "min", "patience": 2}
     made = {
@@ -271,7 +271,7 @@ def interrupted_with_callbacks(folder: str, case: str) -> Any:
         callbacks = [*map(make_callback, before), *backup, *map(make_callback, after), *last]
         return fit("arrays", seed, *callbacks, epochs=5, use_ema="swaps" in before + after)
 
-    # The others resume at the beginning of an epoch.
+    # The other cases resume at the beginning of an epoch.
     freq, step = (1, 2) if case == "a scheduler" else ("epoch", 0)
     expected = start(1, [])
     with pytest.raises(Interrupted):
@@ -292,7 +292,7 @@ def test_callbacks_go_on(backend: str, case: str, tmp_path: Path) -> None:
 
 
 def started_again(folder: str) -> Any:
-    """A run that stops early and keeps its backups; and what the same script then trains."""
+    """Trains with early stopping, keeps the backups, and runs the same script again."""
     import kdist
 
     def start(seed: int) -> Any:
@@ -349,20 +349,20 @@ def start(folder: str, stops: bool) -> Any:
 @each_backend
 def test_another_number_of_workers_goes_on(backend: str, tmp_path: Path) -> None:
     expected = run(backend, 2, start, str(tmp_path), True)[0]
-    # One worker of two replicas, which draw the same dropout masks as two workers of one.
+    # One worker with two replicas draws the same dropout masks as two workers with one replica.
     (weights,) = run(backend, 1, start, str(tmp_path), False)
     assert_close(weights, expected)
 
 
 def states() -> Any:
-    """The generators that decide what data come next."""
+    """Returns the states of the generators that determine the next data."""
     from kdist.training import generator_states
 
     return generator_states.capture()
 
 
 def restored(foreign: Any) -> Any:
-    """What is drawn after the states of another backend, and that backend's own before and after."""
+    """Restores another backend's states; returns this backend's before and after, and a random number."""
     from kdist.backends import get_backend
     from kdist.training import generator_states
 
@@ -377,4 +377,4 @@ def test_a_backend_leaves_the_random_state_of_another_one_alone(saved: str, back
     foreign = run(saved, 1, states)[0]
     (before, after, drawn) = run(backend, 1, restored, foreign)[0]
     assert after == before
-    assert drawn == run(saved, 1, restored, foreign)[0][2]  # NumPy's is nobody's own
+    assert drawn == run(saved, 1, restored, foreign)[0][2]  # NumPy's generator belongs to no backend

@@ -1,6 +1,6 @@
-"""The Python functions of kdist that run per step of `fit`: more calls would slow small models unnoticed.
+"""Limits the Python calls of kdist per step of `fit`, because more calls would slow down small models.
 
-Calls are counted, not timed, so that the result does not depend on the machine.
+The test counts calls instead of time, so that the result does not depend on the machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOST_CALLS = {"jax": 63, "tensorflow": 68, "torch": 100}
 
 
 def calls_of_fit(steps: int) -> int:
-    """Returns how often functions of kdist are called in an epoch of so many steps."""
+    """Returns the number of calls of kdist's functions in an epoch with this number of steps."""
     import keras
 
     with kdist.OneDeviceStrategy("cpu:0").scope():

@@ -1,6 +1,7 @@
-"""Every way to use variables, metrics and optimizers that Keras has: a table of small functions.
+"""Every way in Keras to use variables, metrics and optimizers: a table of small functions.
 
-Each gets fresh `Things` and returns what it saw; plain Keras on one device says what that is.
+Each function gets fresh `Things` and returns its results. Plain Keras on one device provides the expected
+results.
 """
 
 from tests.ways import of_models, of_optimizers, of_variables

@@ -85,7 +85,7 @@ def applied_with_a_scaled_loss(t: Things) -> Any:
     t.scaled.build(t.model.trainable_variables)
     scaled = float(t.scaled.scale_loss(ops().convert_to_tensor(3.0)))
     if keras.backend.backend() == "jax":
-        return scaled  # eagerly, Keras lets tracers out of its `cond` there
+        return scaled  # when eager, Keras leaks tracers from its `cond` there
     t.scaled.apply([ops().convert_to_tensor(g) for g in t.gradients], t.model.trainable_variables)
     return scaled, t.weights(), int(t.scaled.iterations)
 

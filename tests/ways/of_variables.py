@@ -1,4 +1,4 @@
-"""Every way to read, convert, print and assign variables that Keras has."""
+"""Every way in Keras to read, convert, print and assign variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ways are tried on, the table that they are in, and what one sees of them. Nothing here knows kdist."""
+"""Defines the objects for the ways, the table of the ways, and their results. It does not depend on kdist."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 class Things:
-    """What the ways are tried on: variables, metrics, a built model with its optimizer, and other optimizers.
+    """The objects to try: variables, metrics, a built model with its optimizer, and other optimizers.
 
     Args:
-        folder: Where a way may write; the same on all workers.
+        folder: A directory that a way may write to; the same on all workers.
     """
 
     def __init__(self, folder: str) -> None:
@@ -66,7 +66,7 @@ def np() -> Any:
 
 
 def seen(result: Any) -> Any:
-    """Returns a result in plain Python and NumPy, to send and to compare."""
+    """Converts a result to plain Python and NumPy, to send and to compare it."""
     import keras
     import numpy as np
 
@@ -84,7 +84,7 @@ def seen(result: Any) -> Any:
 
 
 def try_way(name: str, things: Things) -> Any:
-    """Returns what one sees of a way, or the error."""
+    """Returns the result of a way, or its error."""
     try:
         return seen(WAYS[name](things))
     except Exception as error:

@@ -1,1 +1,1 @@
-"""What goes wrong, brought about: one function for each text that the page *Troubleshooting* quotes."""
+"""Provokes the problems of the *Troubleshooting* page: one function for each text that the page quotes."""

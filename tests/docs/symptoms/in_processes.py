@@ -1,4 +1,4 @@
-"""What goes wrong before workers have joined, or ends processes: each function returns what was printed."""
+"""Provokes problems before workers have joined, or that end processes. Each function returns the output."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ strategy = kdist.MultiWorkerMirroredStrategy()
 
 
 def run(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> str:
-    """What `kdist` prints, with its exit code."""
+    """Runs `kdist`, and returns its output and exit code."""
     done = run_python("-m", "kdist", *arguments, cwd=folder, code=None, **(env or {}))
     return f"{done.stdout}\n{done.stderr}\nexit code {done.returncode}"
 
 
 def run_script(folder: Path, source: str, *options: str) -> str:
-    """What `kdist run` prints of a script, with its exit code."""
+    """Runs a script with `kdist run`, and returns the output and the exit code."""
     (folder / "train.py").write_text(source, encoding="utf-8")
     return run(folder, "run", *(options or ("-n", "2")), "train.py")
 
@@ -45,7 +45,7 @@ def run_script(folder: Path, source: str, *options: str) -> str:
 def workers(
     backend: str, addresses: list[str], *indices: int, seconds: int = 60, **more: str
 ) -> list[dict[str, str]]:
-    """The environments of workers that join within so many seconds."""
+    """Returns the environments of workers with this join timeout."""
     base = {"KERAS_BACKEND": backend, "KDIST_JOIN_TIMEOUT": str(seconds)} | more
     return [base | {"TF_CONFIG": tf_config(addresses, index)} for index in indices]
 
@@ -62,7 +62,7 @@ def error_of(function: Callable[[], object]) -> str:
     return f"kdist.errors.{info.type.__name__}: {info.value}"
 
 
-# Before they have joined -------------------------------------------------------------------------------------
+# Before the workers have joined ------------------------------------------------------------------------------
 
 
 def a_worker_is_missing(folder: Path, backend: str) -> str:
@@ -72,7 +72,7 @@ def a_worker_is_missing(folder: Path, backend: str) -> str:
 
 @contextlib.contextmanager
 def silent_address() -> Iterator[str]:
-    """An address at which nobody answers, as behind a firewall: the queue of its listener is full."""
+    """Yields an address that does not answer, as behind a firewall: the queue of its listener is full."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as server, contextlib.ExitStack() as waiting:
         for _ in range(4):
             waiting.enter_context(client := socket.socket()).setblocking(False)
@@ -163,7 +163,7 @@ def no_such_script(folder: Path, backend: str) -> str:
     return run(folder, "run", "trian.py")
 
 
-# After that --------------------------------------------------------------------------------------------------
+# After the workers have joined -------------------------------------------------------------------------------
 
 
 def a_worker_is_killed(folder: Path, backend: str) -> str:

@@ -1,4 +1,4 @@
-"""What goes wrong inside of workers that have joined: each function brings it about, and fails with it or warns."""
+"""Provokes problems inside workers that have joined. Each function raises an error or warns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers.processes import strategy
 
 
 def provoke(name: str, folder: str) -> str:
-    """In a worker: what it says of one of the functions below, with the class of the error as a traceback has it."""
+    """Runs a function of this module in a worker; returns its output, warnings and error."""
     before = os.getcwd()
     os.chdir(folder)
     printed = io.StringIO()
@@ -64,7 +64,7 @@ def fit(model: Any = None, **arguments: Any) -> None:
     (model or new_model()).fit(**{"x": x, "y": y, "batch_size": 4, "verbose": 0, **arguments})
 
 
-# What the workers must agree on ------------------------------------------------------------------------------
+# Workers that disagree ---------------------------------------------------------------------------------------
 
 
 def other_number_of_rows() -> None:
@@ -95,7 +95,7 @@ def other_collective() -> None:
         del os.environ["KDIST_DEBUG"]
 
 
-# What fails on one of them -----------------------------------------------------------------------------------
+# Failures on one worker --------------------------------------------------------------------------------------
 
 
 def callback_fails() -> None:
@@ -149,7 +149,7 @@ def no_gpu() -> None:
 
 
 def no_tpu() -> None:
-    told = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}  # nobody asks the metadata server
+    told = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}  # no query of the metadata server
     os.environ.update(told)
     try:
         kdist.TPUStrategy()
@@ -280,7 +280,7 @@ def folder_is_not_shared() -> None:
     path = saved()
     kdist.Checkpoint(model=new_model()).restore(
         path if me() == 0 else None
-    )  # the others look at their own disk
+    )  # the other workers search their own disk
 
 
 def folder_cannot_be_written() -> None:
