@@ -78,3 +78,28 @@ def test_without_the_launcher_the_survivor_names_the_lost_worker(backend, victim
         expected = f"The job lost worker {victim} ({addresses[victim]})"
         assert expected in survivor.stderr(), survivor.stderr()
         assert seconds < ALONE + SLACK
+
+
+FAILS = TRAINS.replace(
+    "# and then",
+    """
+            if strategy.runtime.worker_index == 1:
+                raise RuntimeError("the first")
+            time.sleep(4 * (strategy.runtime.worker_index == 0))
+""".strip(),
+)
+
+
+@pytest.mark.kills(tensorflow_names_a_later_worker="[tensorflow]")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.in_turn(6)
+def test_a_busy_worker_names_the_worker_that_failed_first(backend, tmp_path):
+    """Worker 2 notices the failure of worker 1 and ends, before worker 0 notices anything."""
+    addresses = local_addresses(3)
+    with started(tmp_path, FAILS, environments_of(backend, addresses)) as scripts:
+        for script in scripts:
+            assert script.wait(60) != 0
+        for index in (0, 2):
+            lost = re.findall(r"The job lost (.*)", scripts[index].stderr())
+            assert lost and all(line.startswith(f"worker 1 ({addresses[1]}): it") for line in lost), lost
+            assert not any("worker 2" in line for line in lost), lost

@@ -106,7 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.notebooks", description=__doc__)
     parser.add_argument("tutorials", nargs="+", type=Path, metavar="NOTEBOOK")
     parser.add_argument("--backend", choices=BACKENDS)
-    parser.add_argument("--to", type=Path, metavar="DIRECTORY", help="where to store them; else in their places")
+    parser.add_argument(
+        "--to", type=Path, metavar="DIRECTORY", help="where to store them; else in their places"
+    )
     options = parser.parse_args(arguments)
     for tutorial in options.tutorials:
         with tempfile.TemporaryDirectory() as folder:

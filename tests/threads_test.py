@@ -1,3 +1,5 @@
+"""The threads that run the replicas of one worker in turn, and their errors."""
+
 import signal
 import threading
 import time
