@@ -1,4 +1,4 @@
-"""What N workers on one backend have saved, M workers on another restore: the same numbers."""
+"""M workers on one backend restore the same values that N workers on another backend saved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.processes import BACKENDS, full_unless, run
 from tests.turn import turn
 
 JOBS = list(itertools.product((1, 2, 3), BACKENDS))
-# `make test`: each backend, and each number of workers.
+# `make test` runs each backend and each number of workers.
 PAIRS = [(number, BACKENDS[(number + turn()) % 3]) for number in (1, 2, 3)]
 
 
@@ -22,7 +22,7 @@ PAIRS = [(number, BACKENDS[(number + turn()) % 3]) for number in (1, 2, 3)]
 def saved(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[tuple[str, list[Any]]]:
-    """A checkpoint of each job that runs today: its path, and the values in it."""
+    """Returns a checkpoint of each job that runs today: its path, and the values in it."""
     items = [item for item in request.session.items if item.path == request.path]
     jobs = [item.callspec.params for item in items if isinstance(item, pytest.Function)]
     return [save(**job, folder=tmp_path_factory.mktemp("saved")) for job in jobs]
@@ -43,8 +43,8 @@ def assert_equal(values: list[Any], wanted: list[Any]) -> None:
         np.testing.assert_array_equal(value, number)
 
 
-@pytest.mark.in_turn(4)  # not 3: the backends of `PAIRS` move on with the turn
-@pytest.mark.timeout(400)  # the first one waits for all that is saved
+@pytest.mark.in_turn(4)  # not 3, because the backends of `PAIRS` also change with the turn
+@pytest.mark.timeout(400)  # the first test waits for all saves
 @pytest.mark.parametrize(
     ("num_workers", "backend"),
     [pytest.param(*job, id=f"{job[1]}-{job[0]}", marks=full_unless(job in PAIRS)) for job in JOBS],

@@ -1,4 +1,4 @@
-"""`kdist checkpoint convert`: which model of a checkpoint, made by Keras or by a function of the user's."""
+"""`kdist checkpoint convert` selects a model of a checkpoint, which Keras or a user's function creates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.processes import run, strategy
 
 pytestmark = pytest.mark.xdist_group("pool-torch")
 
-# `Own` has no configuration that Keras could make it from.
+# Keras cannot create `Own` from a configuration.
 USER = """
 import keras
 
@@ -41,7 +41,7 @@ def make_wider():
 
 
 def in_worker_convert(folder):
-    """Saves checkpoints of one, and of several models; returns what each command has said, and what is in the files."""
+    """Saves checkpoints of one and of several models; returns the commands' output and the files' contents."""
     import sys
 
     import keras
@@ -89,14 +89,14 @@ def in_worker_convert(folder):
     convert("weights", "several", "plain.weights.h5", "--name", "plain")
     convert("unknown loss", "several", "plain.keras", "--name", "plain")
     convert("cannot be made", "several", "own.keras", "--name", "own")
-    del sys.modules["user_models"]  # the command finds it in the folder that it is called in
+    del sys.modules["user_models"]  # the command finds it in the current directory
     convert("by a function", "several", "own.weights.h5", "--name", "own", "--model", "user_models:make")
     convert("no such function", "several", "x.weights.h5", "--name", "own", "--model", "user_models:missing")
     convert("no such module", "several", "x.weights.h5", "--name", "own", "--model", "no_module:make")
     convert("another model", "several", "x.weights.h5", "--name", "own", "--model", "user_models:make_wider")
     lambdas = keras.Sequential([keras.layers.Input((3,)), keras.layers.Lambda(lambda x: x * 2)])
     kdist.Checkpoint(lambdas=lambdas).save("lambdas", asynchronous=False)
-    thread = threading.Thread(target=convert_unsafely)  # Keras keeps the setting of each thread
+    thread = threading.Thread(target=convert_unsafely)  # Keras keeps the setting per thread
     thread.start()
     thread.join()
     assert all((code == 0) == (label not in WRONG) for label, (code, _) in said.items()), said

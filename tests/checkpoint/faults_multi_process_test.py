@@ -1,4 +1,4 @@
-"""Damaged checkpoints, models that do not match, disks that are full, saves that are killed."""
+"""Damaged checkpoints, models that do not match, full disks, and saves that are killed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.scripts import Script
 
 
 def in_worker_two_saves(folder):
-    """Two checkpoints; returns their paths."""
+    """Saves two checkpoints; returns their paths."""
     import kdist
 
     checkpoint = kdist.Checkpoint(model=jobs.make_model(), epoch=1)
@@ -28,7 +28,7 @@ def in_worker_two_saves(folder):
 
 
 def in_worker_restore_error(path, width=5):
-    """The error of a restore, after which nothing may have changed."""
+    """Returns the error of a restore, and checks that the restore has changed nothing."""
     import kdist
 
     model = jobs.make_model(width, seed=4)
@@ -43,7 +43,7 @@ def in_worker_restore_error(path, width=5):
 
 @pytest.fixture
 def two(backend, tmp_path):
-    """A complete checkpoint, and the path of a newer one that tests may spoil."""
+    """Returns the paths of a complete checkpoint, and of a newer checkpoint that tests may damage."""
     return run(backend, 1, in_worker_two_saves, str(tmp_path))[0]
 
 
@@ -58,7 +58,7 @@ def shard_of(path):
 
 
 def in_worker_flip_everywhere(path):
-    """Flips bytes all over the files, one at a time; returns how many flips were not noticed."""
+    """Flips bytes all over the files, one at a time; returns the flips that no check noticed."""
     import kdist
     from kdist.checkpoint.checked_reading import verify
 
@@ -169,7 +169,7 @@ def test_a_model_that_does_not_match_is_named(backend, two):
 
 
 def in_worker_status(path):
-    """What a status says of what one side lacks."""
+    """Checks the status of restores with missing objects, and the errors for wrong objects."""
     import keras
 
     import kdist
@@ -207,7 +207,7 @@ def test_status_and_wrong_objects(backend, two):
 
 
 def in_worker_killed(folder, phases):
-    """Saves in child processes that are gone in the middle; returns what each phase left."""
+    """Saves in child processes that exit in the middle; returns each phase's exit code and remains."""
     import kdist
     from kdist.checkpoint import folders, writing
 
@@ -228,7 +228,7 @@ def in_worker_killed(folder, phases):
 
             setattr(module, function, die)
             try:
-                checkpoint.write(first, asynchronous=False)  # in the place of the one before: the hardest
+                checkpoint.write(first, asynchronous=False)  # replaces the old checkpoint: the hardest case
             finally:
                 os._exit(1)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -244,19 +244,19 @@ def in_worker_killed(folder, phases):
     return left
 
 
-# A process that has begun to compute on JAX or TensorFlow cannot be forked; what a kill leaves does not depend on it.
-# The fault matrix kills saves on all backends.
+# A process that has begun to compute on JAX or TensorFlow cannot be forked. However, the result does not
+# depend on the backend, and the fault matrix kills saves on all backends.
 @pytest.mark.in_turn(4)
 @pytest.mark.kills("checkpoint_visible_too_early", "checkpoint_replaced_one_unreadable")
 def test_a_save_that_is_killed_anywhere_leaves_the_checkpoint_before_it(tmp_path):
     phases = [
-        ("folders", "clean", 1),  # the folder is there
+        ("folders", "clean", 1),  # the directory exists
         ("writing", "write_file", 1),  # before the shard
         ("os", "fsync", 1),  # the shard is not on disk
         ("writing", "write_file", 2),  # before its report
         ("writing", "merge", 1),
         ("writing", "write_file", 3),  # before the index
-        ("writing", "publish", 1),  # all is written
+        ("writing", "publish", 1),  # all files are written
         ("os", "rename", 2),  # before the old one is moved aside
         ("os", "rename", 3),  # between the two renames
         ("writing", "remove", 1),  # before the old one is deleted
@@ -266,7 +266,7 @@ def test_a_save_that_is_killed_anywhere_leaves_the_checkpoint_before_it(tmp_path
 
 
 def in_worker_failing(folder):
-    """Worker 1's disk is full, for a while; returns what the workers hear of it, in three ways."""
+    """Simulates a full disk on worker 1 for some saves; returns the errors of a worker in three cases."""
     import kdist
     from kdist.checkpoint import snapshot, writing
 
@@ -300,7 +300,7 @@ def in_worker_failing(folder):
         heard.append(str(caught.value))
         kdist.barrier()
         assert os.listdir(folder) == [os.path.basename(first)]
-        kdist.barrier()  # the other one begins the next save
+        kdist.barrier()  # only now, the other worker begins the next save
     last = checkpoint.save(folder, asynchronous=False)
     assert kdist.latest_checkpoint(folder) == last
     kdist.barrier()
@@ -310,7 +310,7 @@ def in_worker_failing(folder):
     with pytest.raises(kdist.errors.CheckpointMismatchError, match="restore different checkpoints"):
         checkpoint.restore((first, last)[index])
     own = os.path.join(folder, "own", str(index))
-    path = checkpoint.save(own, asynchronous=False)  # folders that are not shared
+    path = checkpoint.save(own, asynchronous=False)  # directories that are not shared
     checkpoint.restore(path).assert_consumed()
     assert os.path.exists(os.path.join(path, "shard-00000-of-00001.safetensors"))
 
@@ -326,7 +326,7 @@ def in_worker_failing(folder):
         pass
     finally:
         snapshot.copy = original
-    checkpoint.restore(last)  # it waits on all workers for what only some of them write
+    checkpoint.restore(last)  # waits on all workers for a save that only some of them write
     with pytest.raises(
         kdist.errors.CheckpointError, match="Worker 1 could not write its shard: MemoryError: no memory"
     ):

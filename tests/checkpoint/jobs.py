@@ -1,4 +1,4 @@
-"""What the workers of these tests run: a small job with everything that a checkpoint holds."""
+"""A small job for the workers of these tests, with everything that a checkpoint contains."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.helpers.processes import strategy
 
 
 def make_model(width=5, seed=0):
-    """A compiled model with slots, moving statistics, seeds and metrics, under the strategy of the pool."""
+    """Returns a compiled model with slots, moving statistics, seeds and metrics, under the pool's strategy."""
     import keras
 
     keras.utils.set_random_seed(seed)
@@ -34,7 +34,7 @@ def data():
 
 
 def values_of(model):
-    """All variables of a model as arrays: weights, seeds, optimizer and metrics."""
+    """Returns all variables of a model as arrays: weights, seeds, optimizer and metrics."""
     import keras
 
     variables = model.variables + model.optimizer.variables + model.metrics_variables
@@ -47,9 +47,9 @@ def distributed():
 
 
 def save_and_restore(folder, paths):
-    """Saves while an epoch is under way, where a folder is given; then restores checkpoints, one after the other.
+    """Saves in the middle of an epoch if a directory is given; then restores checkpoints one by one.
 
-    Returns the path and what the variables held then, and what they hold after each restore.
+    Returns the path and the values of the save, and the values after each restore.
     """
     import keras
 
@@ -88,7 +88,7 @@ def _restore(path, model):
         for variable in model.variables + model.optimizer.variables + model.metrics_variables:
             variable.assign(np.zeros(variable.shape))
     dataset = distributed()
-    # The optimizer is the model's, though it was saved by a name of its own, too.
+    # The optimizer belongs to the model, although it was also saved under a separate name.
     checkpoint = kdist.Checkpoint(model=model, dataset=dataset)
     checkpoint.restore(path).assert_consumed()
     assert (checkpoint.epoch, checkpoint.best, checkpoint.save_counter) == (3, (0.5, None), 1)

@@ -1,4 +1,4 @@
-"""Shards of more than 4 GiB: sparse files, of which the tests write and read the last bytes."""
+"""Shards of more than 4 GiB, as sparse files: the tests write and read only the last bytes."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def test_a_tensor_behind_more_than_4_gib_is_written_and_read(tmp_path):
         file.write(header)
         file.seek(offsets[1])
         file.write(LAST.tobytes())
-    assert os.stat(path).st_blocks * 512 < 1 << 20  # it is sparse
+    assert os.stat(path).st_blocks * 512 < 1 << 20  # the file is sparse
 
-    # Another program reads it.
+    # Other programs can read the file.
     from safetensors import safe_open
 
     with safe_open(path, "np") as opened:

@@ -1,4 +1,4 @@
-"""Which checkpoints a directory has, and which one is the latest."""
+"""The checkpoints in a directory, and the latest of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make(folder, name, saved_at):
 def test_the_latest_is_the_one_that_was_saved_last(tmp_path):
     assert kdist.latest_checkpoint(tmp_path / "nothing") is None
     make(tmp_path, "ckpt-9", 5.0)
-    make(tmp_path, "ckpt-10", 4.0)  # its step was gone back to
+    make(tmp_path, "ckpt-10", 4.0)  # later, the job returned to an earlier step
     make(tmp_path, "ckpt-1", 3.0)
     make(tmp_path, "other-3", 9.0)
     make(tmp_path, ".ckpt.tmp-00000000000000aa", 10.0)  # a save that was killed just before its end

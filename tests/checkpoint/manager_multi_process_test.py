@@ -20,7 +20,7 @@ def names(paths):
 
 
 def in_worker_manage(folder):
-    """What is kept, when it is saved, and what a new manager finds."""
+    """Checks the checkpoints that a manager keeps, its save interval, and a restore by a new manager."""
     import keras
 
     import kdist
@@ -57,7 +57,7 @@ def in_worker_manage(folder):
     assert os.path.basename(manager.restore_or_initialize()) == "ckpt-4"
     assert again.step == 8 and again.save_counter == 4 and float(np.asarray(weights.numpy())[0]) == 8.0
     again.step += 2
-    assert manager.save() is None  # the interval counts from what was restored
+    assert manager.save() is None  # the interval counts from the restored step
     assert os.path.basename(manager.save(100, check_interval=False, asynchronous=False)) == "ckpt-100"
     kdist.barrier()
     assert names(manager.checkpoints) == ["ckpt-4", "ckpt-100"]
@@ -78,7 +78,7 @@ def test_the_manager(tmp_path):
 
 
 def in_worker_count(folder, is_wrapped):
-    """Trains on 9 batches, with a step after every 3. Returns the steps of the model and of models that load it."""
+    """Trains with a step after every 3 of 9 batches; returns the steps of the model and of its copies."""
     import keras
 
     import kdist
@@ -206,6 +206,6 @@ assert module_utils.tensorflow.available, "it is hidden for the time of a save o
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 @pytest.mark.in_turn(4)
 def test_saving_does_not_import_tensorflow(backend, tmp_path):
-    # Keras does, to see whether an object is of one of its types: four seconds of all workers' time.
-    # What is forked has imported TensorFlow.
+    # Keras imports TensorFlow to check the types of objects, which takes four seconds on each worker.
+    # Forked processes have already imported TensorFlow, so this test starts a new process.
     Script(tmp_path, "saves", SAVES, {"KERAS_BACKEND": backend}, [sys.executable]).finish()

@@ -1,4 +1,4 @@
-"""The idiom of a script that may be started again: `checkpoint.restore(kdist.latest_checkpoint(folder))`."""
+"""`checkpoint.restore(kdist.latest_checkpoint(folder))` also works when there is no checkpoint yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints, backups and logs in symlinked and non-ASCII directories, and under clocks that are wrong."""
+"""Checkpoints, backups and logs in symlinked and non-ASCII directories, and with wrong clocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Interrupted(Exception):
 
 
 def fit(folder: str, ends_after: int | None, is_true: bool, *callbacks: Any) -> tuple[list[float], list[int]]:
-    """Trains with backups after each step; returns the weights, and the steps, counted from 0."""
+    """Trains with a backup after each step; returns the weights, and the steps, counted from 0."""
     import keras
 
     import kdist
@@ -38,9 +38,7 @@ def fit(folder: str, ends_after: int | None, is_true: bool, *callbacks: Any) -> 
             taken.append(self.epoch * by_hand.STEPS + batch)
 
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-            if (
-                len(taken) == ends_after
-            ):  # after the backup of the last step, which other callbacks come before
+            if len(taken) == ends_after:  # by now, the callback has backed up the last step
                 raise Interrupted
 
     with strategy().scope():
@@ -103,7 +101,7 @@ def test_symlinked_and_non_ascii_directories(backend: str, tmp_path: Path) -> No
         "worker-0.jsonl",
         "worker-1.jsonl",
     ]
-    models = [f"größte-{epoch}.keras" for epoch in range(2, EPOCHS + 1)]  # the first epoch had been trained
+    models = [f"größte-{epoch}.keras" for epoch in range(2, EPOCHS + 1)]  # the resumed job skips epoch 1
     expected = ["backup", "läufe", "punkte", "zeilen.csv", *models]
     assert sorted(path.name for path in real.iterdir()) == sorted(expected)
     assert len((real / "zeilen.csv").read_text(encoding="utf-8").splitlines()) == EPOCHS

@@ -1,4 +1,4 @@
-"""The line that says how far reading has come: after two seconds, where somebody looks at it, and gone at the end."""
+"""The progress line of reading appears after two seconds, only on a terminal, and disappears at the end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def now(monkeypatch):
 
 
 def read(now, seconds, stream, monkeypatch, shown=True):
-    """Reads 10 MB in ten parts in so many seconds; returns the states of the line."""
+    """Reads 10 MB in ten parts within `seconds`; returns the states of the line."""
     monkeypatch.setattr("sys.stderr", stream)
     with progress("reading here", 10_000_000, shown) as add:
         for _ in range(10):

@@ -1,4 +1,4 @@
-"""Random numbers that belong to no object go on where they were when a checkpoint was saved, on each worker."""
+"""Random numbers that belong to no object continue after a restore as at the save, on each worker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.helpers.processes import each_backend, run
 
 
 def draw():
-    """A number from each generator that a script may use."""
+    """Draws a number from each generator that a script may use."""
     import random
 
     import keras
@@ -35,7 +35,7 @@ def draw_from_the_backend():
         import tensorflow as tf
 
         return tf.random.uniform((3,)).numpy().tolist()
-    return []  # JAX has no state of its own
+    return []  # JAX has no global random state
 
 
 def in_worker_draw_restore_and_draw(folder):
@@ -61,7 +61,7 @@ def in_worker_draw_restore_and_draw(folder):
 def np_normal_is_half_used():
     import numpy as np
 
-    np.random.randn()  # makes two normal numbers, and keeps one
+    np.random.randn()  # computes two normal numbers, and keeps one for the next call
 
 
 @pytest.mark.kills(
@@ -72,6 +72,6 @@ def test_random_numbers_go_on_after_a_restore(backend, tmp_path):
     results = run(backend, 2, in_worker_draw_restore_and_draw, str(tmp_path))
     for following, again, others in results:
         assert again == following
-        assert all(a != b for a, b in zip(others, again, strict=True))  # random=False leaves them alone
+        assert all(a != b for a, b in zip(others, again, strict=True))  # random=False does not restore them
     first, second = (following for following, _, _ in results)
     assert all(a != b for a, b in zip(first, second, strict=True)), "each worker has its own"

@@ -1,4 +1,4 @@
-"""Cutting tensors into shards, and the index: for any sizes, any bytes."""
+"""Cutting tensors into shards, and the index, for any sizes and any bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_element_is_in_one_shard_and_shards_are_equal(sizes, num_shards):
 
 
 def an_index(**changes):
-    """An index by hand, of two shards with a tensor that crosses their boundary."""
+    """Returns an index of two shards, with a tensor that crosses their boundary."""
     fields = {
         "saved_at": 1700000000.5,
         "id": "abc",
@@ -56,7 +56,7 @@ def an_index(**changes):
 def test_an_index_is_what_was_written():
     index = an_index()
     assert parse(dump(index), "index.json") == index
-    assert json.loads(dump(index))["values"]["epoch"] == 3  # plain JSON for others
+    assert json.loads(dump(index))["values"]["epoch"] == 3  # plain JSON for other programs
     assert index.num_bytes == 4 * 6 + 2
 
 

@@ -1,4 +1,4 @@
-"""Objects with a state in a checkpoint: each worker gets back its own, or all of them the one they share."""
+"""Objects with a state in a checkpoint: each worker gets back its own state, or the state that all share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.helpers.processes import each_backend, run, strategy
 
 
 class Notes:
-    """What a user's object may hold: JSON."""
+    """A user's object, whose state contains text and an array."""
 
     def __init__(self, text):
         self.text = text
@@ -42,7 +42,7 @@ def in_worker_save(folder):
 
 
 def in_worker_restore(path):
-    """Restores everything, and then all but what each worker has of its own; returns what there is after each."""
+    """Restores all objects, and then only the shared objects; returns the values after each restore."""
     import keras
 
     import kdist
@@ -61,7 +61,7 @@ def in_worker_restore(path):
 
 
 def in_worker_two_directories(folder):
-    """Workers 0 and 1 share a directory, and worker 2 has its own; returns what each restores from which copy."""
+    """Saves in one directory on workers 0 and 1, and in another on worker 2; returns state and error."""
     import kdist
 
     rank = int(os.environ["RANK"])
@@ -94,7 +94,7 @@ def test_another_number_of_workers_cannot_share_out_states(backend, num_workers,
         assert found == [(5, f"worker {rank}", "all")] * 2
         assert error == ""
     for found, error in run(backend, num_workers, in_worker_restore, path):
-        # All or nothing; without the object of which each worker had its own, all is well.
+        # The restore fails as a whole. Without the object that has one state per worker, it succeeds.
         assert found == [(0, "nobody's", "nobody's"), (5, "nobody's", "all")]
         assert "one saved state per worker" in error
         assert f"saved_by=2, num_workers={num_workers}" in error
@@ -131,7 +131,7 @@ def test_values_in_containers_are_restored_or_reported(tmp_path):
 
 
 def in_worker_written_after_the_next_step(folder):
-    """Saves, changes a variable before anything is written, restores; returns what was and what is."""
+    """Saves, changes a variable before the save is written, and restores; returns old and new values."""
     import keras
 
     import kdist
@@ -170,7 +170,7 @@ def test_a_save_in_the_background_writes_the_values_of_its_step(backend, tmp_pat
 
 
 def in_worker_adapted(folder):
-    """Saves adapted layers; returns what they compute, and what others do after a restore, in two ways."""
+    """Saves adapted layers; returns their outputs, and new layers' outputs after two kinds of restore."""
     import keras
 
     import kdist
@@ -208,7 +208,7 @@ def test_layers_compute_with_what_they_were_adapted_to(backend, tmp_path):
 
 
 def in_worker_wrapped(folder):
-    """Saves a PyTorch module that has moving statistics; returns what it keeps, before and after a restore."""
+    """Saves a PyTorch module that has moving statistics; returns its state before and after a restore."""
     import keras
     import torch
 

@@ -1,4 +1,4 @@
-"""Checkpoints that somebody else made: kdist reads nothing outside of them, never hangs, and bounds its memory."""
+"""Checkpoints from untrusted sources: kdist reads no other files, never hangs, and bounds its memory."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_piece_outside_of_its_file_is_refused(checkpoint, piece):
 
 
 def limited(reader, path):
-    """Reads with no more memory than this process has, and 256 MiB."""
+    """Reads with at most 256 MiB more memory than this process already has."""
     with open("/proc/self/statm", encoding="ascii") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
@@ -140,7 +140,7 @@ def test_no_tensor_is_allocated_that_the_files_cannot_hold(checkpoint, said):
 
 
 def test_pieces_may_not_share_bytes(checkpoint):
-    # A small file could otherwise stand for tensors of any number and size.
+    # Otherwise, the index of a small file could list tensors of any number and size.
     twice = [dataclasses.replace(GOOD.tensors[0], name=name) for name in ("v", "w")]
     refuse(checkpoint(tensors=twice), match="fields")
 

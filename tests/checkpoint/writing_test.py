@@ -1,4 +1,4 @@
-"""Who writes a checkpoint, in which order, and the chief's wait for the reports of the others."""
+"""Workers write a checkpoint in a fixed order, and the chief waits for the reports of the other workers."""
 
 from __future__ import annotations
 
@@ -96,14 +96,14 @@ def priority():
 @pytest.mark.kills("checkpoint_writer_hardly_runs")
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no priorities of their own")
 def test_whoever_writes_is_a_little_less_important_than_whoever_trains(tmp_path):
-    """Not much: the chief waits for it at the end, and others take a chief that waits long for hung."""
+    """The difference is small, because the chief waits for the writer, and a slow chief seems to hang."""
     seen = []
 
     def read():
         seen.append(priority())
         return [b"1234"]
 
-    def train():  # on a machine where it is not the most important itself
+    def train():  # the training thread already has a lower priority
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), priority() + 2)
         seen.append(priority())
         (tmp_path / "new").mkdir()
@@ -123,7 +123,7 @@ def test_whoever_writes_is_a_little_less_important_than_whoever_trains(tmp_path)
 )
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc for the names of open files")
 def test_all_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    """A machine that loses power keeps what was synchronized: the order is the promise."""
+    """After a loss of power, a machine has only the synchronized files, so the order matters."""
     done = []
     real = {name: getattr(os, name) for name in ("fsync", "rename")}
 
@@ -138,7 +138,7 @@ def test_all_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "rename", rename)
     monkeypatch.setattr(writing, "remove", lambda folder: done.append(("remove", os.path.basename(folder))))
-    for _ in range(2):  # the second one replaces the first
+    for _ in range(2):  # the second save replaces the first
         (tmp_path / "new").mkdir()
         folder = Folder(str(tmp_path / "new"), str(tmp_path / "ckpt-1"), [0], 0, "0f")
         del done[:]

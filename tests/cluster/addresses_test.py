@@ -121,7 +121,7 @@ def test_visible_gpus(monkeypatch):
     assert visible_gpus({}) == [
         "0",
         "1",
-    ]  # inside a container the files keep their numbers, CUDA counts from 0
+    ]  # in a container, the files keep their numbers, but CUDA counts from 0
 
 
 def _clusters(count, port, **extra):
@@ -139,7 +139,7 @@ def _exchange(clusters, timeout=10.0):
             found[position] = error
 
     threads = [threading.Thread(target=work, args=(position,)) for position in range(len(clusters))]
-    for thread in reversed(threads):  # worker 0 last: the others must wait for it
+    for thread in reversed(threads):  # worker 0 starts last, so the others must wait for it
         thread.start()
         time.sleep(0.05)
     for thread in threads:
@@ -202,7 +202,7 @@ def test_exchange_refuses_two_workers_of_one_index():
 
 
 def test_exchange_finds_another_port(monkeypatch):
-    # The port beside the coordinator's is taken first; nobody listens at the coordinator's own here.
+    # Worker 0 first tries the port next to the coordinator's, which is in use. It never uses the coordinator's.
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = server.getsockname()[1]
         assert len(set(_exchange(_clusters(2, taken - 1)))) == 1

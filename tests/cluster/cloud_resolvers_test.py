@@ -1,7 +1,7 @@
-"""The resolvers that ask Kubernetes and Compute Engine, against recorded answers of their APIs.
+"""The resolvers for Kubernetes and Compute Engine, against recorded answers of their APIs.
 
-The answers have the fields, names and pages of `CoreV1Api.list_namespaced_pod`, `instanceGroups.listInstances`
-and `instances.get` in the references of the two APIs, and so have the arguments that are accepted. The official clients
+The fields, names and pages of the answers, and the accepted arguments, follow the references of the two APIs:
+`CoreV1Api.list_namespaced_pod`, `instanceGroups.listInstances` and `instances.get`. The official clients
 (kubernetes 37, google-api-python-client 2.202) were tried by hand with the same answers from a server.
 """
 
@@ -31,7 +31,7 @@ def pod(name, ip, phase="Running", index=None):
 
 
 class CoreV1Api:
-    """Answers as Kubernetes does, by label selector."""
+    """Answers by label selector, like Kubernetes."""
 
     def __init__(self, pods):
         self.pods = pods
@@ -68,7 +68,7 @@ def test_pods_of_each_job():
     assert (cluster.worker_index, cluster.num_workers, cluster.coordinator) == (1, 3, "10.8.0.7:2222")
     assert all(0 < timeout <= 60 for timeout in client.timeouts)
     client.pods["job-name=train"] = TRAIN[:1]
-    assert resolver.cluster_spec().num_tasks("worker") == 2  # asked anew each time
+    assert resolver.cluster_spec().num_tasks("worker") == 2  # the resolver asks again each time
 
 
 @pytest.mark.kills("cluster_pods_by_name")
@@ -157,7 +157,7 @@ def test_only_the_own_namespace_is_asked(tmp_path, monkeypatch):
 
 
 class Compute:
-    """The service of Compute Engine: two pages of an instance group, and its machines."""
+    """A fake service of Compute Engine: the pages of an instance group, and its machines."""
 
     prefix = "https://www.googleapis.com/compute/v1/projects/p/zones/z/instances/"
 

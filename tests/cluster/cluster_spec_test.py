@@ -1,4 +1,4 @@
-"""`ClusterSpec` and the two general resolvers, against what `tf.distribute` documents."""
+"""`ClusterSpec` and the two general resolvers behave as `tf.distribute` documents it."""
 
 import pickle
 
@@ -83,7 +83,7 @@ def test_unknown_job_and_task():
 
 
 class _Foreign:
-    """Stands for `tf.train.ClusterSpec`."""
+    """A fake `tf.train.ClusterSpec`."""
 
     def as_dict(self):
         return {"worker": ["a:1"]}

@@ -1,4 +1,4 @@
-"""Which source wins, and what torchrun, MPI and Keras say."""
+"""The order of the sources, and the clusters that torchrun, MPI and Keras describe."""
 
 import json
 
@@ -103,7 +103,7 @@ def test_explicit_resolver_wins():
 
 
 def test_foreign_resolver():
-    class Foreign:  # such as one of tf.distribute's: it knows its task only after cluster_spec()
+    class Foreign:  # like the resolvers of tf.distribute, it has its task only after cluster_spec()
         task_type = task_id = None
 
         def cluster_spec(self):
@@ -196,7 +196,7 @@ names = sorted({name for _, variables in IN_ORDER for name in variables} | set(P
 
 @given(st.dictionaries(st.sampled_from(names), texts))
 def test_any_environment_is_an_error_or_a_cluster(environ):
-    survey(environ)  # never fails: it is what a bug report is made of
+    survey(environ)  # never fails, because bug reports contain its result
     try:
         cluster = discover(environ=environ)
     except ClusterConfigError:

@@ -1,4 +1,4 @@
-"""Which GPUs of a machine each of its workers gets: from the launcher's environment alone, and a number of GPUs."""
+"""Each worker gets its GPUs of a machine only from the launcher's environment and the number of GPUs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAUNCHERS = {"Slurm": _slurm, "torchrun": _torchrun, "MPI": _mpi}
 
 
 def _assigned(environs, gpus):
-    """The GPUs of each worker, by their numbers on the machine, of `gpus` that are there."""
+    """Returns the GPUs of each worker, by their numbers on a machine with `gpus` GPUs."""
     found = []
     for environ in environs:
         names = [str(i) for i in range(gpus)]

@@ -1,7 +1,7 @@
-"""Two workers train as whoever started them has told them: torchrun, Slurm, MPI, Keras's own variables, a Job.
+"""Two workers train with the variables of torchrun, Slurm, MPI, Keras or an Indexed Job.
 
-The variables are those that the launchers set; the launchers themselves are not needed. The weights are computed by
-hand.
+The tests set the variables as the launchers do, so they do not need the launchers. The expected weights are
+computed by hand.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def indexed_job(rank: int, port: int) -> Variables:
     }
 
 
-# Each launcher once, and each backend once with a launcher that tells only the chief's address, and once more.
-# Real torchrun with PyTorch is among the backend's own tests.
+# Each launcher runs once. Each backend runs with a launcher that sets only the chief's address, and once more.
+# The backend's own tests include real torchrun with PyTorch.
 JOBS = [
     ("torchrun", torchrun, "tensorflow"),
     ("torchrun", torchrun, "jax"),
@@ -101,7 +101,7 @@ JOBS = [
 
 @contextlib.contextmanager
 def agent(listens: bool) -> Iterator[int]:
-    """torchrun's agent, which has the port that it tells the workers for itself; else a free port."""
+    """Yields a port, at which it listens like torchrun's agent if `listens` is true; else a free port."""
     if not listens:
         yield free_ports(1)[0]
         return
@@ -110,7 +110,7 @@ def agent(listens: bool) -> Iterator[int]:
 
 
 def job_number(variables: Callable[[int, int], Variables]) -> int:
-    """The number of a job whose ports, which kdist derives from it, are free."""
+    """Returns a job number from which kdist derives free ports."""
     for number in itertools.count(os.getpid()):
         found = discover(environ=variables(0, number)).coordinator
         port = int(str(found).rpartition(":")[2])
@@ -132,7 +132,7 @@ def test_workers_of_any_launcher_train_as_one_device(
         number = port if variables in (torchrun, keras, indexed_job) else job_number(variables)
         assert discover(environ=variables(1, number)).source == source
         started: list[Script] = []
-        for rank in (1, 0):  # whoever comes first is not the chief
+        for rank in (1, 0):  # the first worker to start is not the chief
             env = {"KERAS_BACKEND": backend, "KDIST_JOIN_TIMEOUT": "180"} | variables(rank, number)
             started.insert(0, cleanup.enter_context(Script(tmp_path, f"worker{rank}", SCRIPT, env)))
         for rank, script in enumerate(started):

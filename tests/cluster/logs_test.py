@@ -1,4 +1,4 @@
-"""The logger of kdist: what `KDIST_LOG` lets through, and where it goes."""
+"""The logger of kdist: the levels of `KDIST_LOG`, and where messages go."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def say_everything() -> None:
     ("level", "most"), [("debug", 5), (" INFO", 4), (None, 3), ("", 3), ("warning", 2), ("error", 1)]
 )
 def test_a_level_lets_through_what_is_at_least_as_grave(level, most, capsys, monkeypatch):
-    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's own
+    monkeypatch.setattr(logging.root, "handlers", [])  # without pytest's handlers
     logs.logger.setLevel(logs.NOTICE)
     logs.set_up({} if level is None else {"KDIST_LOG": level})
     say_everything()

@@ -1,4 +1,4 @@
-"""The metadata server of Google Cloud, by a server of the same manners on this machine."""
+"""The metadata server of Google Cloud, which a similar server on this machine replaces."""
 
 import contextlib
 import http.server
@@ -13,7 +13,7 @@ from kdist.cluster.metadata_server import fetch_metadata
 
 @contextlib.contextmanager
 def metadata_server(answer):
-    """A real server on this machine: `answer` gives the status, the header and the text of each question in turn."""
+    """Runs a real server on this machine; `answer` returns the status, header and text for each request."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):

@@ -1,4 +1,4 @@
-"""The resolvers beside TensorFlow's own, with the same variables and the same answers."""
+"""The resolvers give the same answers as TensorFlow's own for the same variables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.helpers.processes import run
 
 
 def both_say(own: bool) -> list[Any]:
-    """What the resolvers of TensorFlow say, or kdist's; run where TensorFlow is."""
+    """Returns the answers of kdist's or TensorFlow's resolvers; needs a process with TensorFlow."""
     import json
     from types import SimpleNamespace as Object
 
@@ -52,7 +52,7 @@ def both_say(own: bool) -> list[Any]:
         found.append([simple.task_type, simple.task_id, simple.cluster_spec().task_address("worker", 1)])
         found.append([simple.master(), simple.master("ps", 0)])
 
-    # On the network of their node, as TensorFlow's resolver takes it.
+    # The pods share the network of their node, because TensorFlow's resolver uses the node's address.
     pods = [
         Object(
             metadata=Object(name=f"w-{i}", labels={}), status=Object(phase="Running", pod_ip=ip, host_ip=ip)

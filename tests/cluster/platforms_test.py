@@ -1,7 +1,7 @@
-"""What Kubernetes, Kubeflow, Ray and SageMaker write into the environment of a worker, and which of it wins.
+"""The variables that Kubernetes, Kubeflow, Ray and SageMaker set for a worker, and their precedence.
 
-The variables are those that the controllers set, as their sources say: `envvar.go` of each job of training-operator,
-its `elastic.go`, `torch.go` and `jax.go` of Trainer, `train/torch/config.py` of Ray. SageMaker documents its own.
+They follow the sources of the controllers: `envvar.go` of each job of training-operator, its `elastic.go`,
+`torch.go` and `jax.go` of Trainer, and `train/torch/config.py` of Ray. SageMaker documents its variables.
 """
 
 import json
@@ -28,7 +28,7 @@ INDEXED_JOB = {
     "KDIST_NUM_WORKERS": "4",
     "KDIST_COORDINATOR_ADDRESS": "train-0.train:2222",
 }
-# The second worker of a master and three.
+# The second of three workers beside a master.
 PYTORCH_JOB = {
     "PYTHONUNBUFFERED": "1", "MASTER_PORT": "23456", "PET_MASTER_PORT": "23456", "MASTER_ADDR": "digits-master-0",
     "PET_MASTER_ADDR": "digits-master-0", "WORLD_SIZE": "4", "RANK": "2", "PET_NPROC_PER_NODE": "auto",
@@ -58,7 +58,7 @@ RAY_TORCH = {
     "RAY_RAYLET_PID": "12", "RAY_JOB_ID": "01000000", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "41873", "RANK": "1",
     "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", "NODE_RANK": "0", "ACCELERATE_TORCH_DEVICE": "cpu",
 }  # fmt: skip
-# Environment: source, index, number of workers, address of worker 0.
+# The environment; its source, index, number of workers, and address of worker 0.
 PLATFORMS = {
     "indexed job": (INDEXED_JOB, ("Indexed Job", 2, 4, "train-0.train:2222")),
     "PyTorchJob": (PYTORCH_JOB, ("torchrun", 2, 4, "digits-master-0:23456")),
@@ -84,7 +84,7 @@ def test_what_a_platform_sets_is_its_cluster(platform):
 
 
 def test_tf_job():
-    # As training-operator's tensorflow.go writes it; the evaluator is no part of the cluster.
+    # As training-operator's tensorflow.go writes it; the evaluator is not part of the cluster.
     cluster = {
         "chief": ["d-chief-0.ns.svc:2222"],
         "worker": ["d-worker-0.ns.svc:2222", "d-worker-1.ns.svc:2222"],
@@ -103,7 +103,7 @@ def test_tf_job():
 
 @pytest.mark.kills("cluster_waits_for_processes_nobody_started")
 def test_several_processes_a_pod_that_nobody_started():
-    # 4 pods of 8 processes: WORLD_SIZE counts processes, RANK pods. Only torchrun would have started 8 in each.
+    # 4 pods of 8 processes: WORLD_SIZE counts processes, but RANK counts pods. Only torchrun starts 8 per pod.
     eight = {**PYTORCH_JOB, "WORLD_SIZE": "32", "PET_NPROC_PER_NODE": "8"}
     alone = discover(environ=eight)
     assert (alone.source, alone.worker_index, alone.num_workers) == ("PET", 2, 4)
@@ -113,7 +113,7 @@ def test_several_processes_a_pod_that_nobody_started():
     assert discover(environ=older).coordinator == "digits-master-0:23456"
     started = {**eight, "RANK": "19", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x"}
     assert discover(environ=started).worker_index == 19
-    first = {**started, "RANK": "2", "LOCAL_RANK": "2"}  # its number happens to be that of its pod
+    first = {**started, "RANK": "2", "LOCAL_RANK": "2"}  # its rank happens to equal the number of its pod
     assert (discover(environ=first).source, discover(environ=first).num_workers) == ("torchrun", 32)
 
 

@@ -1,4 +1,4 @@
-"""What resolvers show of themselves: their class, and the task as far as they know it without asking anybody."""
+"""The `repr` of resolvers: the class, and the task if the resolver has it without network requests."""
 
 from __future__ import annotations
 

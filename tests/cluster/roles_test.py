@@ -1,4 +1,4 @@
-"""Clusters with parameter servers: what is found, and which mistake each error names."""
+"""Clusters with parameter servers: valid clusters, and errors that name each mistake."""
 
 from __future__ import annotations
 

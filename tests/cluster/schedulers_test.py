@@ -1,7 +1,7 @@
-"""What Flux, LSF, LeaderWorkerSets and Vertex AI write into the environment; clusters that are seen but not understood.
+"""The variables of Flux, LSF, LeaderWorkerSets and Vertex AI, and warnings about incomplete descriptions.
 
-The variables are as flux-environment(7), Lightning's tests of LSF, LeaderWorkerSet's reference, Kinetic's
-`pathways_client.py` and Vertex AI's page on distributed training show them. No such cluster was at hand.
+They follow flux-environment(7), Lightning's tests of LSF, LeaderWorkerSet's reference, Kinetic's
+`pathways_client.py`, and Vertex AI's page on distributed training. No such cluster was available.
 """
 
 import json
@@ -12,18 +12,18 @@ from kdist.cluster import discover
 from kdist.errors import ClusterConfigError
 from kdist.launch.info import cluster_lines
 
-# The second of two pods of Keras Kinetic on TPUs, with what LeaderWorkerSet adds.
+# The second pod of a Keras Kinetic job on TPUs, with the variables that LeaderWorkerSet adds.
 KINETIC = {
     "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "proxy", "MEGASCALE_COORDINATOR_ADDRESS": "kinetic-1-0.kinetic-1.default",
     "MEGASCALE_NUM_SLICES": "4", "TPU_WORKER_ID": "1", "LWS_LEADER_ADDRESS": "kinetic-1-0.kinetic-1.default",
     "LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "1",
 }  # fmt: skip
-# A LeaderWorkerSet on GKE with TPUs: the leader has none, so TPU_WORKER_ID counts from the first worker.
+# A LeaderWorkerSet on GKE with TPUs: the leader has no TPU, so TPU_WORKER_ID counts from the first worker.
 LWS_TPU = {
     "LWS_LEADER_ADDRESS": "d-0.d.ns", "LWS_GROUP_SIZE": "3", "LWS_WORKER_INDEX": "2", "TPU_WORKER_ID": "1",
     "TPU_WORKER_HOSTNAMES": "d-0-1.d,d-0-2.d", "TPU_NAME": "d-0",
 }  # fmt: skip
-# flux run -N2 -n4: Flux answers PMI too, and its brokers were started by srun, one a node.
+# flux run -N2 -n4: Flux also sets PMI variables, and srun started its brokers, one per node.
 FLUX = {
     "FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_NNODES": "2",
     "FLUX_JOB_ID": "f2KCsd3J", "FLUX_URI": "local:///tmp/flux-x/local-0", "PMI_RANK": "3", "PMI_SIZE": "4",
@@ -31,13 +31,13 @@ FLUX = {
     "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n[1-2]",
     "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
 }  # fmt: skip
-# jsrun -n4 -r2 on two hosts, as on Summit; its MPI sets the variables of Open MPI too.
+# jsrun -n4 -r2 on two hosts, as on Summit; its MPI also sets the variables of Open MPI.
 LSF = {
     "LSB_JOBID": "1234", "LSB_MCPU_HOSTS": "batch5 1 a01n01 42 a01n02 42", "JSM_NAMESPACE_RANK": "3",
     "JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_LOCAL_RANK": "1", "JSM_NAMESPACE_LOCAL_SIZE": "2",
     "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "3", "MASTER_PORT": "2222",
 }  # fmt: skip
-# As the page on distributed training of Vertex AI shows it.
+# From Vertex AI's page on distributed training.
 VERTEX = {
     "CLUSTER_SPEC": json.dumps({
         "cluster": {
@@ -51,7 +51,7 @@ VERTEX = {
     }),
     "CLOUD_ML_JOB_ID": "7",
 }  # fmt: skip
-# As in platforms_test.py, which tries these with all others.
+# In the format of platforms_test.py, which tests these platforms with all others.
 PLATFORMS = {
     "Kinetic": (KINETIC, ("LeaderWorkerSet", 1, 4, "kinetic-1-0.kinetic-1.default:8482")),
     "LeaderWorkerSet": (LWS_TPU, ("LeaderWorkerSet", 2, 3, "d-0.d.ns:8482")),
@@ -101,7 +101,7 @@ def test_pools_of_vertex_ai():
     assert discover(environ={"CLUSTER_SPEC": "of another tool"}).source == "default"
 
 
-# What is seen but not understood; a part of the warning.
+# Environments that hint at a cluster without describing it, and parts of the warning.
 NOT_UNDERSTOOD = {
     "numbered pods": ({"JOB_COMPLETION_INDEX": "7"}, ["JOB_COMPLETION_INDEX=7", "Indexed Job: KDIST_NUM_WORKERS is"]),
     "batch script": ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, ["SLURM_NTASKS=4", "srun"]),
@@ -129,7 +129,7 @@ def test_a_cluster_that_is_seen_but_not_understood_is_told(case, caplog):
         assert word in record.message, record.message
     assert any("trains as a single worker" in line for line in cluster_lines(environ))
     discover(environ=environ)
-    assert len(caplog.records) == 1  # once a process
+    assert len(caplog.records) == 1  # once per process
     discover(environ={**environ, "TF_CONFIG": "{}"})
     assert len(caplog.records) == 1 and discover(environ={**environ, "TF_CONFIG": "{}"}).num_workers == 1
 

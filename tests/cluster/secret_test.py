@@ -1,4 +1,4 @@
-"""The secret of a job, and the proof of knowing it."""
+"""The secret of a job, and the proof that a process has it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slurm's short forms, and the cluster of a job step."""
+"""Slurm's short forms for hosts and tasks, and the cluster of a job step."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Strangers at the ports where workers meet: they neither stop the job nor take part in it."""
+"""Unknown connections at the rendezvous ports of workers neither stop the job nor take part in it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_workers_meet_in_spite_of_a_stranger(name: str, caplog: pytest.LogCaptur
     port = neighboring_ports(3)
     first, second = workers(port)
     with in_thread(lambda: complete_addresses(first, 20.0)) as found, connected(port + 1) as stranger:
-        # Worker 1 comes after the stranger, so that worker 0 cannot have finished before.
+        # Worker 1 connects after the stranger, so that worker 0 cannot have finished before.
         with contextlib.suppress(ConnectionError):
             stranger.sendall(STRANGERS[name])
             stranger.settimeout(10)
@@ -155,7 +155,7 @@ def test_messages_in_both_directions(server: socket.socket) -> None:
         link = connect(place, "secret", "test", 5.0, 5.0)
         with link.connection:
             link.send({"text": "ä" * 600})
-            link.connection.sendall(b"and more")  # of another format
+            link.connection.sendall(b"and more")  # in another format
             while not found:
                 time.sleep(0.01)
             other, message = found[0]
@@ -215,7 +215,7 @@ def test_an_answer_that_drips_is_late(server: socket.socket) -> None:
 
 
 def test_an_answer_sent_back_proves_nothing(server: socket.socket) -> None:
-    """A stranger that does not know the secret lets the client make the proofs."""
+    """A stranger without the secret echoes the client's own messages."""
 
     def mirror() -> None:
         connection, _ = server.accept()
@@ -228,7 +228,7 @@ def test_an_answer_sent_back_proves_nothing(server: socket.socket) -> None:
 
 
 class Full(socket.socket):
-    """A listener in a process that has too many files open, until somebody closes one."""
+    """A listener that refuses some connections, as in a process with too many open files."""
 
     refusals = 0
 

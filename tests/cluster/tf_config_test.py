@@ -1,4 +1,4 @@
-"""`TF_CONFIG`: each field wrong in turn gives an error that names the field."""
+"""`TF_CONFIG`: each wrong field gives an error that names the field."""
 
 import json
 import time
@@ -130,7 +130,7 @@ def test_evaluator_is_on_its_own():
 
 
 def test_what_operators_write():
-    # Kubeflow adds "environment"; some write the index as text; sparse jobs have text for keys.
+    # Kubeflow adds "environment", some operators write the index as text, and sparse jobs have text keys.
     text = config(
         {"worker": {"0": "h0:1", "1": "h1:1"}}, {"type": "worker", "index": "1"}, environment="cloud"
     )
@@ -155,7 +155,7 @@ def test_resolver_and_its_overrides():
     resolver.task_id, resolver.rpc_layer = 0, "x"
     assert resolver.master() == "x://h0:2222"
     environ["TF_CONFIG"] = "{}"
-    assert resolver.cluster_spec() == {} and resolver.master() == ""  # read anew each time
+    assert resolver.cluster_spec() == {} and resolver.master() == ""  # read again each time
     assert TFConfigClusterResolver("worker", 1, "r", "e", environ={}).environment == "e"
     master = TFConfigClusterResolver(environ={"TF_CONFIG": config(session_master="m:9")})
     assert master.master() == "m:9"

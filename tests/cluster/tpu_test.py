@@ -1,7 +1,8 @@
-"""TPU slices: what their runtime and the metadata server say, as recorded, and what is made of it.
+"""TPU slices: recorded variables and answers of the metadata server, and the resulting clusters.
 
-The forms are those of torch_xla's tests of its TPU module (the endpoints), of `tpu-env` as users printed it on TPU VMs
-(a v4 pod; a v6e, whose endpoints are names), and of JAX's `cloud_tpu_cluster.py` (several slices).
+Their formats come from torch_xla's tests of its TPU module (the endpoints), and from `tpu-env` as users
+printed it on TPU VMs (a v4 pod, and a v6e, whose endpoints are names). JAX's `cloud_tpu_cluster.py` shows
+several slices.
 """
 
 import pytest
@@ -43,7 +44,7 @@ V6E_1 = {
     "agent-worker-number": "0", "accelerator-type": "v6e-1", "worker-network-endpoints": "instance-20260826-215213",
     "tpu-env": "TPU_WORKER_ID: '0'\nTPU_ACCELERATOR_TYPE: 'v6e-1'\nTOPOLOGY: '1x1'\nCHIPS_PER_HOST_BOUNDS: '1,1,1'\n",
 }  # fmt: skip
-# A JobSet on GKE, whose webhook sets the variables: the second host of the second of two slices of v5litepod-8.
+# A JobSet on GKE, whose webhook sets the variables: the second host of the second of two v5litepod-8 slices.
 GKE = {
     "TPU_WORKER_HOSTNAMES": "d-slice-1-0.d,d-slice-1-1.d", "TPU_WORKER_ID": "1", "TPU_TOPOLOGY": "2x4",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8", "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1", "TPU_SKIP_MDS_QUERY": "true",
@@ -56,7 +57,7 @@ COLAB = {
 
 
 def server_of(attributes, **others):
-    """A metadata server that knows these."""
+    """Returns the `fetch` function of a metadata server with these attributes."""
     known = {f"instance/attributes/{name}": text for name, text in attributes.items()} | others
     return known.get
 
@@ -90,7 +91,7 @@ def test_one_host():
 def test_a_pod_of_four_hosts():
     resolver = TPUClusterResolver(environ={}, fetch=server_of(V4_32))
     assert told(resolver) == (2, 4, 16, {"TPU": 4}, "2x2x4")
-    # By number, and not by name: the third host has the lowest address.
+    # The number of a worker sets the order, not its address: the third host has the lowest address.
     assert resolver.cluster_spec() == {"worker": [f"10.130.0.{n}:8482" for n in (26, 27, 25, 28)]}
     assert (resolver.task_type, resolver.task_id, resolver.master()) == ("worker", 2, "10.130.0.26:8482")
     assert resolver.master("worker", 3, "grpc") == "grpc://10.130.0.28:8482"
@@ -106,15 +107,15 @@ def test_two_slices_of_the_metadata_server():
     cluster = discover(resolver)
     assert (cluster.worker_index, cluster.num_workers, cluster.coordinator) == (6, 8, "10.130.0.26:8482")
     assert resolver.get_tpu_system_metadata().num_cores == 32
-    # What is set by hand comes before what the server says, as for JAX.
+    # Variables that are set by hand override the server's values, as in JAX.
     first = TPUClusterResolver(environ={"MEGASCALE_SLICE_ID": "0"}, fetch=server_of(second))
     assert discover(first).worker_index == 2
 
 
 def test_two_slices_of_kubernetes():
-    cluster = discover(environ=GKE)  # found without being asked for, and without the network
+    cluster = discover(environ=GKE)  # automatically, and without the network
     assert (cluster.source, cluster.worker_index, cluster.num_workers) == ("TPU", 3, 4)
-    # A slice knows its own hosts alone, and workers that know all addresses would not ask those that do not.
+    # A slice has only its own hosts' addresses. A worker with all addresses would skip the exchange.
     assert cluster.addresses == ("d-slice-0-0.d:8482", None, None, None)
     indices = [
         discover(environ={**GKE, "MEGASCALE_SLICE_ID": str(one), "TPU_WORKER_ID": str(host)}).worker_index
@@ -135,7 +136,7 @@ def test_one_host_is_not_a_source():
 
 
 def test_processes_that_torch_xla_started():
-    # As its configure_topology sets them for two hosts of four processes: v4-16, worker 1, process 2.
+    # As torch_xla's configure_topology sets them for two hosts of four processes: v4-16, worker 1, process 2.
     addresses = ",".join(f"10.130.0.{host}:{port}" for host in (31, 30) for port in range(8476, 8480))
     started = {
         "TPU_PROCESS_ADDRESSES": addresses, "CLOUD_TPU_TASK_ID": "6", "TPU_PROCESS_PORT": "8478",
@@ -145,7 +146,7 @@ def test_processes_that_torch_xla_started():
     assert (cluster.worker_index, cluster.num_workers, cluster.coordinator) == (6, 8, "10.130.0.31:8482")
     assert (cluster.local_rank, cluster.local_workers) == (2, 4) and len(set(cluster.addresses)) == 8
     assert TPUClusterResolver(environ=started).num_accelerators() == {"TPU": 1}
-    del started["CLOUD_TPU_TASK_ID"]  # a script a host
+    del started["CLOUD_TPU_TASK_ID"]  # one script per host
     alone = discover(environ={**started, "TPU_WORKER_ID": "1"})
     assert (alone.worker_index, alone.num_workers, alone.local_workers) == (1, 2, 1)
 
@@ -163,7 +164,7 @@ def test_devices_of_each_type(kind, hosts, devices):
 
 @pytest.mark.kills("tpu_over_the_network")
 def test_a_tpu_over_the_network_is_refused():
-    # Each host would train alone, or one process without any TPU.
+    # Otherwise, each host would train by itself, or one process would train without any TPU.
     for tpu in ("grpc://10.240.1.2:8470,10.240.1.3", ["grpc://10.240.1.2"]):
         with pytest.raises(ClusterConfigError, match=r"(?s)over the network.*TPUClusterResolver\(\)"):
             TPUClusterResolver(tpu, environ=GKE, fetch=unreachable)
@@ -194,7 +195,7 @@ def test_a_slice_under_other_names():
 
 @pytest.mark.kills("cluster_named_tpu_trains_alone")
 def test_a_name_changes_nothing():
-    # TPU_NAME is often set there for other tools; it must not make each host train alone.
+    # Other tools often set TPU_NAME on TPU hosts; it must not make each host train by itself.
     for resolver in (
         TPUClusterResolver(environ={"TPU_NAME": "my-pod"}, fetch=server_of(V4_32)),
         TPUClusterResolver("my-pod", environ={}, fetch=server_of(V4_32)),

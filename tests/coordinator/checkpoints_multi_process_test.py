@@ -1,4 +1,4 @@
-"""Checkpoints of variables that are divided among servers are those of any strategy, both ways."""
+"""Checkpoints of sharded variables on servers restore under any strategy, and the other way round."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_checkpoint_of_servers_is_one_of_any_strategy(backend: str, tmp_path: 
     for way, (before, after, saved, restored) in found.items():
         for mine, theirs in zip(before, after, strict=True):
             np.testing.assert_array_equal(np.array(theirs), np.array(mine), err_msg=way)
-        for mine, theirs in zip(saved, restored, strict=True):  # what comes next is the same, too
+        for mine, theirs in zip(saved, restored, strict=True):  # training continues with the same results
             np.testing.assert_allclose(np.array(theirs), np.array(mine), rtol=1e-5, atol=1e-6, err_msg=way)
 
 

@@ -1,4 +1,4 @@
-"""Each closure is done once, whatever becomes of the workers that run it; what fails is told once."""
+"""Each closure counts once, even when workers are lost, and each error is reported once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kdist.coordinator.staleness import Staleness
 
 
 def nothing() -> None:
-    """What closures call here: nobody runs them."""
+    """Does nothing; closures need a function, which no test calls."""
 
 
 def added(number: int, most: int | None = None) -> tuple[Closures, list[Any], list[Any]]:
-    """Closures that wait, their results, and where what they came to is noted."""
+    """Returns waiting closures, their results, and the list that collects their outcomes."""
     closures, told = Closures(Staleness(most)), []
     results = [closures.add(nothing, (), {}, told.append) for _ in range(number)]
     return closures, results, told
@@ -34,7 +34,7 @@ def test_each_is_done_once_although_workers_are_lost(seed: int, most: int | None
     def work(draw: random.Random) -> None:
         while (closure := closures.take(0.2)) is not None:
             runs.append(closure.index)
-            # Whoever may be repeated is none that the servers were told to forget.
+            # The servers must not yet have forgotten a closure that may run again.
             assert closures.oldest() <= closure.index
             if draw.random() < 0.3:
                 repeated.add(closure.index)
@@ -136,10 +136,10 @@ def test_what_is_left_out_when_training_ends() -> None:
     with pytest.raises(Cancelled, match="has ended"):
         results[1].fetch()
     cancels.join(0.1)
-    assert cancels.is_alive()  # it waits for the one that runs
+    assert cancels.is_alive()  # waits for the running closure
     closures.end(running, 1)
     cancels.join(10)
-    assert closures.done()  # and raises nothing
+    assert closures.done()  # does not raise
     assert results[0].fetch() == 1
 
 

@@ -1,4 +1,4 @@
-"""Clusters of real processes: workers, parameter servers, and the script of a coordinator."""
+"""Helpers that run clusters of real processes: workers, parameter servers, and a coordinator's script."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _COORDINATOR = """
 
 
 class Cluster:
-    """The tasks of one job on this machine; each is a process, whose script waits in `kdist.Server`.
+    """Runs the tasks of one job on this machine, as processes whose scripts wait in `kdist.Server`.
 
     Args:
-        backend: Their Keras backend.
-        folder: For scripts and output.
-        num_workers: How many workers.
-        num_ps: How many servers.
+            backend: The Keras backend of the tasks.
+            folder: The directory for scripts and output.
+            num_workers: The number of workers.
+            num_ps: The number of servers.
         server: The script of workers and servers.
     """
 
@@ -59,18 +59,18 @@ class Cluster:
         self._number = 0
 
     def start(self, *without: tuple[str, int]) -> None:
-        """Starts workers and servers, but for some."""
+        """Starts all workers and servers except the given tasks."""
         for job in ("ps", "worker"):
             for index in range(len(self.spec[job])):
                 if (job, index) not in without:
                     self.start_task(job, index)
 
     def start_task(self, job: str, index: int) -> None:
-        """Starts one task, perhaps anew."""
+        """Starts or restarts one task."""
         self.tasks[job, index] = self._script(f"{job}{index}", self._server, job, index)
 
     def coordinate(self, source: str, timeout: float = 120.0) -> Script:
-        """Starts the coordinator, whose script finds `tell`, NumPy, Keras and kdist imported."""
+        """Starts the coordinator; its script can use `tell`, NumPy, Keras and kdist without imports."""
         head = textwrap.dedent(_COORDINATOR.format(timeout=timeout))
         return self._script("chief", head + textwrap.dedent(source), "chief", 0)
 
@@ -79,7 +79,7 @@ class Cluster:
         self.tasks[job, index].kill()
 
     def close(self) -> None:
-        """Ends all tasks."""
+        """Terminates all tasks."""
         for task in self.tasks.values():
             task.kill()
 
@@ -98,7 +98,7 @@ class Cluster:
 
 
 def run_roles(folder: Path, source: str, backend: str) -> dict[str, Script]:
-    """Runs a script as chief, as worker and as evaluator; returns the scripts, which have all ended with 0."""
+    """Runs a script as chief, worker and evaluator; returns the scripts after all have exited with 0."""
     chief, worker = local_addresses(2)
     spec = {"chief": [chief], "worker": [worker]}
     with contextlib.ExitStack() as cleanup:
@@ -112,7 +112,7 @@ def run_roles(folder: Path, source: str, backend: str) -> dict[str, Script]:
 
 @contextlib.contextmanager
 def cluster(backend: str, folder: Path, num_workers: int = 2, num_ps: int = 2) -> Iterator[Cluster]:
-    """A cluster whose tasks run, until the block is left."""
+    """Starts a cluster, and terminates its tasks at the end of the block."""
     found = Cluster(backend, folder, num_workers, num_ps)
     try:
         found.start()
@@ -122,6 +122,6 @@ def cluster(backend: str, folder: Path, num_workers: int = 2, num_ps: int = 2) -
 
 
 def facts(script: Script) -> list[dict[str, object]]:
-    """What a coordinator has told, in its order."""
+    """Returns the facts that a coordinator has printed, in order."""
     lines = script.stdout().splitlines()
     return [json.loads(line.removeprefix("facts ")) for line in lines if line.startswith("facts ")]

@@ -1,4 +1,4 @@
-"""`SidecarEvaluator` in one process: what it passes over, when it ends, and wrong input."""
+"""`SidecarEvaluator` in one process: the checkpoints that it skips, when it ends, and wrong input."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_model(width=4, is_built=True, under_strategy=False):
 
 
 def make_accumulating_model():
-    """A model whose optimizer has the counter of batches in an inner one, and makes a step every second batch."""
+    """Returns a model whose inner optimizer counts the batches and updates the weights every second batch."""
     import keras
 
     model = make_model()
@@ -35,7 +35,7 @@ def make_accumulating_model():
 
 
 def save(folder, factors):
-    """Saves a model with all weights times each factor; returns what each gives."""
+    """Saves one checkpoint per factor, with all weights multiplied by it; returns the evaluation results."""
     import kdist
 
     model, losses = make_model(), []
@@ -77,7 +77,7 @@ def play(folder):
     logging.getLogger("kdist").addHandler(handler)
     found = {}
 
-    # The newest alone, by a model that is built with it, under a strategy.
+    # Evaluates only the newest checkpoint, both with an unbuilt model and under a strategy.
     losses = save(f"{folder}/a", [1, 2, 3])
     kdist.SidecarEvaluator.announce_end(f"{folder}/a")
     for kind in ({"is_built": False}, {"under_strategy": True}):
@@ -85,7 +85,7 @@ def play(folder):
         assert [(one.number, one.iterations) for one in done] == [(3, 30)]
         np.testing.assert_allclose([done[0].logs["loss"], done[0].logs["mae"]], losses[2], rtol=1e-5)
 
-    # One that is damaged is passed over.
+    # Skips a damaged checkpoint.
     shard = next(pathlib.Path(f"{folder}/a/ckpt-3").glob("*.safetensors"))
     data = shard.read_bytes()
     shard.write_bytes(data[:-250] + bytes(byte ^ 1 for byte in data[-250:]))
@@ -94,7 +94,7 @@ def play(folder):
     np.testing.assert_allclose([done[0].logs["loss"], done[0].logs["mae"]], losses[1], rtol=1e-5)
     found["damaged"] = said[-1]
 
-    # Files of Keras's, one of them half written.
+    # Evaluates Keras files, and skips half-written files.
     model = make_model()
     pathlib.Path(f"{folder}/b").mkdir()
     for name in ("model-1.keras", "model-2.weights.h5"):
@@ -108,7 +108,7 @@ def play(folder):
         found[f"half of {name[8:]}"] = said[-1]
         half.unlink()
 
-    # Ends: by number, and not by the sign of an earlier training.
+    # Ends after `max_evaluations`, and ignores the end marker of an earlier training.
     assert [one.number for one in evaluator(f"{folder}/b", max_evaluations=2).start()] == [2]
     began = time.monotonic()
     import os
@@ -236,7 +236,7 @@ def play_estimator(folder):
         logs = module.train_and_evaluate(estimator, module.TrainSpec(input_fn, max_steps=2), spec)
         trained = estimator.model(trains=True)
         np.testing.assert_allclose(logs["loss"], trained.evaluate(X, Y, verbose=0)[0], rtol=1e-5)
-        # What was trained before counts; more is trained when it is asked for.
+        # The steps of earlier calls count, and `train` adds more steps.
         again = module.train_and_evaluate(estimator, module.TrainSpec(input_fn, max_steps=2), spec)
         assert again == logs
         estimator.train(input_fn, steps=1)

@@ -1,4 +1,4 @@
-"""A chief, a worker and an evaluator as real processes: one script, whose role is that of `TF_CONFIG`."""
+"""A chief, a worker and an evaluator run one script as real processes; `TF_CONFIG` sets their roles."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_an_evaluator_watches_a_chief_and_a_worker(backend, tmp_path):
     scripts = run_roles(tmp_path, JOB, backend)
     plain = Script(tmp_path, "plain", PLAIN, {"KERAS_BACKEND": backend}).finish()
     evaluator = scripts["evaluator"]
-    # The chief trains like worker 0, and the evaluator is alone.
+    # The chief trains as worker 0. The evaluator is its own only replica.
     assert [printed(script, "REPLICAS") for script in scripts.values()] == ["2", "2", "1"]
     found = evaluator.told("FOUND ")
     by_plain, best, trained_by_one = plain.told()

@@ -1,4 +1,4 @@
-"""Whatever reads a model first on the chief, after workers have trained it, sees the values on the servers."""
+"""After workers have trained a model, its first read on the chief returns the values on the servers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.coordinator.clusters import cluster, facts
 from tests.helpers.processes import each_backend_in_twelve_turns
 
-# After the first read, a worker returns the values on the servers. NumPy computes the expected results from them.
+# After the first read, a worker returns the values on the servers. NumPy computes the results from them.
 _FIRST_READS = """
     rng = np.random.default_rng()
     x, y = rng.normal(size=(40, 6)).astype("float32"), rng.normal(size=(40, 3)).astype("float32")

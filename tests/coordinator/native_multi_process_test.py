@@ -1,4 +1,4 @@
-"""TensorFlow's own workers and parameter servers: numbers, exactly once, and what is lost when what dies."""
+"""Training on TensorFlow's own workers and servers: results, exactly-once closures, and lost tasks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.processes import full_unless, run_plain
 from tests.helpers.scripts import Script
 from tests.turn import turn
 
-# What the scripts of the coordinator share.
+# The common head of the coordinator's scripts.
 HEAD = """
 import json, sys, threading, time
 import keras, kdist, numpy as np, tensorflow as tf
@@ -40,7 +40,7 @@ def job(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def result_of(script: Script, timeout: float = 120) -> Any:
-    """Returns what the script has printed last, as JSON."""
+    """Returns the last line of the script's output, parsed as JSON."""
     return script.finish(timeout).told()
 
 
@@ -174,7 +174,7 @@ def test_a_server_that_never_comes_is_named(job):
     assert f"ps 0 ({job.spec['ps'][0]})" in script.stderr()
 
 
-# Keras 3.16 on TensorFlow does not report the losses of single outputs; see tests/contract_multi_process_test.py.
+# Keras 3.16 on TensorFlow does not report losses of single outputs; see tests/contract_multi_process_test.py.
 NOT_YET = ("losses_of_outputs", "attention")
 ABLE = [
     name
@@ -187,9 +187,9 @@ ABLE = [
 
 
 def contract_in_turn() -> Iterator[Any]:
-    """A case of the contract per turn, in the other mode in the next round.
+    """Yields groups of contract cases; one group runs per turn, and in the other mode in the next round.
 
-    Their variables are whole, unlike in the cells of the contract.
+    Here the variables are whole, whereas the contract tests shard them.
     """
     groups = [ABLE[first : first + 3] for first in range(0, len(ABLE), 3)]
     rounds, place = divmod(turn(), len(groups))

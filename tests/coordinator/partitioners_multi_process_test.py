@@ -1,4 +1,4 @@
-"""Partitioners and placement beside TensorFlow's own, for any shapes and dtypes."""
+"""Partitioners and placement match TensorFlow's, for any shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tests.helpers.processes import run
 
 
 def compare() -> int:
-    """Compares both where TensorFlow is; returns how often."""
+    """Compares both implementations in a process with TensorFlow; returns the number of comparisons."""
     import tensorflow as tf
     from hypothesis import given, settings
     from hypothesis import strategies as st
@@ -43,7 +43,7 @@ def compare() -> int:
         expected = native(shape, dtype, axis=axis)
         assert own(shape, dtype, axis=axis) == expected
         assert own(tuple(sizes), dtype.name, axis=axis) == expected
-        # And a strategy may be given TensorFlow's.
+        # A strategy also accepts TensorFlow's partitioners.
         if native(shape, dtype)[0] < 1000:
             assert place(sizes, dtype.name, native, 3) == place(sizes, dtype.name, own, 3)
         count += 1
@@ -53,7 +53,7 @@ def compare() -> int:
 
 
 def native_rows(num_rows: int, num_shards: int, num_servers: int) -> list[tuple[list[int], list[int]]]:
-    """How TensorFlow's strategy divides two variables: the rows of the parts, and the servers that hold them."""
+    """Returns how TensorFlow's strategy shards two variables: the rows per shard, and the servers."""
     from contextlib import nullcontext
     from unittest import mock
 
@@ -61,7 +61,7 @@ def native_rows(num_rows: int, num_shards: int, num_servers: int) -> list[tuple[
     from tensorflow.python.distribute import parameter_server_strategy_v2 as native
 
     class Noting:
-        """TensorFlow's operations, without any server being there."""
+        """Forwards to TensorFlow's operations and notes the requested servers; it needs no server."""
 
         ops = native.ops
 

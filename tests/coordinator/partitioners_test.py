@@ -1,4 +1,4 @@
-"""The partitioners by hand; the same beside TensorFlow's is in `partitioners_multi_process_test.py`."""
+"""Partitioners against results by hand; `partitioners_multi_process_test.py` compares with TensorFlow's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kdist.coordinator.partitioners import (
     [
         (FixedShardsPartitioner(3), (10, 3), [3, 1]),
         (FixedShardsPartitioner(3), (2, 3), [2, 1]),
-        (FixedShardsPartitioner(3), (0, 3), [0, 1]),  # as TensorFlow's
+        (FixedShardsPartitioner(3), (0, 3), [0, 1]),  # like TensorFlow
         (MinSizePartitioner(12, max_shards=8), (6, 2), [4, 1]),  # 48 bytes
         (MinSizePartitioner(12, max_shards=3), (6, 2), [3, 1]),
         (MinSizePartitioner(), (1 << 20, 2), [1, 1]),

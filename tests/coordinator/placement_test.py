@@ -1,4 +1,4 @@
-"""Which rows are in which part: every row once, whatever the variable and the partitioner."""
+"""Placement puts each row into exactly one shard, whatever the variable and the partitioner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The script of promises_multi_process_test.py: a whole job with parameter servers in one process, and its findings."""
+"""The script of `promises_multi_process_test.py`: a whole job with parameter servers in one process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What training with parameter servers promises, and what it says to whom asks for something else.
+"""Guarantees of training with parameter servers, and the errors for unsupported requests.
 
-All tasks are threads of one process, a script for each backend, whose findings the tests look at.
+One script per backend runs all tasks as threads of one process. The tests check the script's findings.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.helpers.scripts import Script
 
 @pytest.fixture(scope="module")
 def found(backend: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    # On TensorFlow, a closure that waits holds a thread.
+    # On TensorFlow, each waiting closure occupies a thread.
     env = {"KERAS_BACKEND": backend, "TF_NUM_INTEROP_THREADS": "8"}
     script = Script(tmp_path_factory.mktemp(backend), "promises", SCRIPT, env).finish()
     return {"backend": backend} | script.told("found ")
@@ -34,7 +34,7 @@ def test_each_function_counts_once_and_is_as_stale_as_allowed(found: dict[str, A
     assert found["counted"] == found["iterations"] == found["values"] == 90
     assert found["weights differ by"] == 0
     assert found["done"] is True
-    # Of three workers, two run beside each other and the third waits: they find what all pairs before have made.
+    # Two of the three workers run at the same time, and one waits. Each pair sees all earlier updates.
     assert found["updates found"] == [0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10]
     assert found["updates"] == 12
 
@@ -51,7 +51,7 @@ def test_each_function_counts_once_and_is_as_stale_as_allowed(found: dict[str, A
 def test_each_worker_has_its_own_values_and_draws(found: dict[str, Any]) -> None:
     assert found["read"] == [[index, 10 + index] for index in range(3) for _ in range(3)]
     assert len(found["draws"]) == 30
-    assert len(set(map(tuple, found["draws"]))) == 30  # no worker draws again what another one has
+    assert len(set(map(tuple, found["draws"]))) == 30  # no worker repeats a draw of another worker
 
 
 @pytest.mark.kills(per_worker_datasets_as_they_are="[jax]")

@@ -1,4 +1,4 @@
-"""Embeddings on parameter servers of kdist's own: rows travel, and the numbers are those of one device."""
+"""Embeddings on kdist's own servers: only rows are sent, and the results match training on one device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.coordinator.clusters import cluster, facts
 from tests.helpers.scripts import Script
 
-# TensorFlow's servers are its own.
+# On TensorFlow, kdist uses TensorFlow's servers.
 each_own_backend = pytest.mark.parametrize("backend", ["jax", "torch"])
 
 _MODELS = """
@@ -88,7 +88,7 @@ _MODELS = """
             weight.assign(10 * weight)
         return model
 """
-# What is trained, how, by which optimizer; and where rows alone travel.
+# The model, the training loop, the optimizer, and the backends on which only rows are sent.
 _BOTH, _TORCH, _NOWHERE = ("jax", "torch"), ("torch",), ()
 _CASES = [
     ("lookups", "fit", "clipped", _BOTH),

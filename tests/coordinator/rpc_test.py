@@ -1,4 +1,4 @@
-"""Calls between tasks: what is sent arrives, who may not call is told so, and who ends is noticed."""
+"""Calls between tasks: data arrives unchanged, unauthorized callers are rejected, lost tasks are noticed."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_task_with_another_secret_is_refused(service: tuple[Service, str], sec
     stranger.close()
 
 
-# A stranger may know the root certificate, but not its key.
+# An unauthorized caller may have the root certificate, but not its key.
 STRANGERS = {
     "plain": lambda: None,
     "no certificate": lambda: grpc.ssl_channel_credentials(tls._identity(SECRET)[2]),
@@ -144,7 +144,7 @@ def test_a_caller_that_cannot_prove_that_it_knows_the_secret_is_not_read(kind: s
             list(channel.unary_stream("/kdist/call")(message, timeout=10))
         peer = Peer("ps 0", address, SECRET)
         assert not heard
-        assert peer.call("echo")[0] == {}  # and goes on
+        assert peer.call("echo")[0] == {}  # the service still answers
         peer.close()
     finally:
         service.stop()
@@ -152,12 +152,12 @@ def test_a_caller_that_cannot_prove_that_it_knows_the_secret_is_not_read(kind: s
 
 @contextlib.contextmanager
 def in_the_middle(address: str, delay: float = 0.0) -> Iterator[tuple[str, list[bytes]]]:
-    """Passes everything on, after a delay, and keeps a copy. Yields its address and the copy."""
+    """Forwards all traffic after a delay, and records it. Yields its address and the recording."""
     seen: list[bytes] = []
     host, _, port = address.rpartition(":")
 
     def copy(source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # one side has ended
+        with contextlib.suppress(OSError):  # one side has closed the connection
             while data := source.recv(1 << 16):
                 time.sleep(delay)
                 seen.append(data)
@@ -347,7 +347,7 @@ def test_a_task_that_ends_in_the_middle_of_a_call_is_noticed() -> None:
     with pytest.raises(PeerLost, match="worker 0"):
         wait()
     assert lost.wait(5)
-    # Another one in its place is found.
+    # The peer finds a new service at the same address.
     another = Service(address, HANDLERS, SECRET)
     assert peer.is_there(10)
     assert peer.call("echo", {"said": 3})[0] == {"heard": 3}

@@ -1,6 +1,6 @@
-"""A stranger listens at the ports of the workers and servers before they do, and answers with pickles.
+"""Another program takes the ports of the workers and servers before they start, and answers with pickles.
 
-The coordinator must run nothing of it, show it nothing, and end with an error that names the task.
+The coordinator must not load these pickles or send data. It must end with an error that names the task.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Harm:
 
 
 class _Stranger(grpc.GenericRpcHandler):
-    """Answers every call as if a function had raised, with a pickle that writes a file."""
+    """Answers every call as if a function had raised an error, with a pickle that writes a file."""
 
     def __init__(self, harm: Path) -> None:
         self.heard: list[Any] = []
@@ -73,7 +73,7 @@ def test_a_stranger_at_a_task_s_port_learns_and_runs_nothing(backend: str, kind:
     chief = cluster.coordinate(_COORDINATE)
     try:
         assert chief.wait(60) == 1, chief.stdout() + chief.stderr()
-        assert time.monotonic() - began < 40  # not after the `timeout` of the strategy
+        assert time.monotonic() - began < 40  # well before the `timeout` of the strategy
         said = chief.stderr()
         assert f"ps 0 ({cluster.spec['ps'][0]}) failed to authenticate with the secret of this job" in said
         assert "KDIST_CLUSTER_TOKEN" in said

@@ -1,4 +1,4 @@
-"""A server's store: updates are made once, whatever is repeated, and what has not changed is not sent again."""
+"""A server's store applies repeated updates only once, and does not send unchanged values again."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def commit(store: Any, closure: int, oldest: int, **what: Any) -> Any:
 
 
 def additions() -> tuple[Any, Any]:
-    """Random additions, of which many are repeated: what the store has, and the sum of each once."""
+    """Commits random additions, many of them repeatedly; returns the stored values and the expected sums."""
     draw = np.random.RandomState(4)
     store = new_store({"a": np.zeros((3, 2), "float32"), "b": np.zeros((), "float32")})
     by_hand = {"a": np.zeros((3, 2)), "b": np.zeros(())}
@@ -54,7 +54,7 @@ def additions() -> tuple[Any, Any]:
             if draw.rand() < 0.6:
                 del running[closure]
     commit(store, 200, 200, arrays=[])
-    assert len(store._made) == 1  # what cannot be repeated is forgotten
+    assert len(store._made) == 1  # closures that cannot be repeated are forgotten
     return pull(store, ["a", "b"])[1], [by_hand["a"], by_hand["b"]]
 
 
@@ -79,7 +79,7 @@ def test_what_is_repeated_counts_once(backend: str) -> None:
 
 def late() -> Any:
     store = new_store({"a": np.zeros(2, "float32")})
-    for closure, oldest in ((0, 0), (1, 1), (0, 0), (2, 0), (0, 0), (1, 0)):  # only 1 tells that 0 has ended
+    for closure, oldest in ((0, 0), (1, 1), (0, 0), (2, 0), (0, 0), (1, 0)):  # only 1 reports the end of 0
         commit(store, closure, oldest, differences=["a"], arrays=[np.ones(2, "float32")])
     return pull(store, ["a"])[1][0]
 
@@ -106,7 +106,7 @@ def test_only_what_has_changed_is_sent(backend: str) -> None:
 
 
 def optimized() -> Any:
-    """Two steps of gradient descent with a constraint; one of them twice, and one that is for nothing here."""
+    """Takes constrained gradient steps: a dense step, sent twice, an empty step, and a step on rows."""
     import keras
 
     from kdist.coordinator import shipping
@@ -133,12 +133,12 @@ def optimized() -> Any:
 @pytest.mark.kills("servers_without_constraints")
 @each_own_engine
 def test_an_optimizer_s_steps_and_constraints(backend: str) -> None:
-    # [[.5, -1.5 → 0], [1, 1.5]], and then the second row again.
+    # First [[.5, -1.5 → 0], [1, 1.5]]; then the second row changes again.
     assert run(backend, 1, optimized) == [[[[0.5, 0.0], [0.0, 1.0]], 3]]
 
 
 def read_while_a_closure_ends() -> Any:
-    """The chief asks for a variable. While the answer is on its way, the last closure changes it and ends."""
+    """Reads a variable on the chief; before the answer arrives, the last closure changes it and ends."""
     import keras
 
     from kdist.coordinator.placement import place

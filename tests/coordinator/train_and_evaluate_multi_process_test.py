@@ -1,4 +1,4 @@
-"""`train_and_evaluate` of a chief, a worker and an evaluator: every option, and the numbers of plain Keras."""
+"""`train_and_evaluate` with a chief, a worker and an evaluator: all options, and plain Keras's results."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def rows(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def train_batches(first: int, number: int) -> list[Any]:
-    """Of each of three global batches of 8 rows some rows, again and again."""
+    """Returns some rows of each of three global batches of 8 rows, repeated for all steps."""
     x, y = rows(24)
     return [(x[i + first :][:number], y[i + first :][:number]) for i in (0, 8, 16)] * (STEPS // 3)
 
 
 def make_model() -> Any:
-    """A model whose weights depend on the seed."""
+    """Returns a model whose weights depend on the seed."""
     import keras
 
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
@@ -46,13 +46,13 @@ def make_model() -> Any:
 
 
 def work() -> None:
-    """The script of all tasks."""
+    """Runs `train_and_evaluate` in a task of any role, and prints the findings."""
     import keras
 
     import kdist
 
     class Waits(keras.callbacks.Callback):
-        """Lets the evaluator see each checkpoint, of which two are kept."""
+        """Waits for the evaluator at each checkpoint, because only two checkpoints are kept."""
 
         steps = 0
 
@@ -64,7 +64,7 @@ def work() -> None:
             self.steps += 1
 
     class Notes(keras.callbacks.Callback):
-        """Notes what the evaluator does, and when."""
+        """Records the evaluator's calls, their times, and the logs."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -115,7 +115,7 @@ def work() -> None:
 
 
 def plain_logs() -> list[dict[str, float]]:
-    """In a plain process: what two batches of the test rows give after every third step."""
+    """Returns the results of plain Keras on two test batches after every third step."""
     import keras
 
     keras.utils.set_random_seed(7)
@@ -150,6 +150,6 @@ def test_an_evaluator_evaluates_each_checkpoint_as_it_comes(backend: str, tmp_pa
     for logs, plain in zip(evaluator["logs"], expected, strict=True):
         assert logs == pytest.approx(plain, rel=1e-5)
     assert evaluator["result"] == evaluator["logs"][-1] | {"global_step": STEPS}
-    first, second, _ = evaluator["began"]  # the last evaluation does not wait: training has ended
+    first, second, _ = evaluator["began"]  # training has ended, so the last evaluation does not wait
     assert first >= START_DELAY
-    assert second - first > THROTTLE - 1.0  # from the look at the directory; loading takes a moment
+    assert second - first > THROTTLE - 1.0  # from the check of the directory; loading takes a moment

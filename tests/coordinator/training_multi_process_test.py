@@ -1,4 +1,4 @@
-"""Digits, trained by two workers and two servers: by `fit`, by a coordinator's loop, and with tasks that are killed."""
+"""Two workers and two servers train on digits, with `fit` and with a custom loop, while tasks are killed."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ _LOOP = """
 )
 @each_backend
 def test_fit_takes_each_step_once_although_a_worker_is_lost(backend: str, tmp_path: Path) -> None:
-    """The gradients do not depend on the weights, and all sums are exact: the order of the steps changes nothing."""
+    """The gradients do not depend on the weights, and all sums are exact, so the steps' order has no effect."""
     rng = np.random.default_rng(0)
     x = rng.integers(-3, 4, (47 * 32, 4)).astype("float32")
     y = rng.integers(-3, 4, (47 * 32, 1)).astype("float32")
@@ -120,7 +120,7 @@ def test_fit_takes_each_step_once_although_a_worker_is_lost(backend: str, tmp_pa
         (tmp_path / "killed").touch()
         assert chief.wait() == 0, chief.stderr()
         (found,) = facts(chief)
-    # The loss is the mean of y * (x @ kernel + bias), and six times all rows are trained on.
+    # The loss is the mean of y * (x @ kernel + bias), and training uses each row six times.
     kernel = (-0.25 * 6 / 32) * (x * y).sum(axis=0)
     bias = (-0.25 * 6 / 32) * y.sum(axis=0)
     assert found["weights"] == [kernel.tolist(), bias.tolist()]
@@ -210,7 +210,7 @@ def test_fit_takes_datasets_of_the_workers_own(backend: str, tmp_path: Path) -> 
         error, found = facts(chief)
     assert "steps_per_epoch" in str(error["error"])
     assert found["iterations"] == 120
-    # What the chief has read, against the values on the servers.
+    # Compare the values that the chief has read with the values on the servers.
     assert [found["val_accuracy"], found["val_loss"]] == pytest.approx(found["by_hand"], rel=2e-3)
 
 
@@ -237,8 +237,8 @@ def test_a_lost_server_ends_the_job_with_its_name(backend: str, tmp_path: Path) 
         assert f"ps 1 ({tasks.spec['ps'][1]})" in chief.stderr()
         assert "WorkerLostError" in chief.stderr() and "BackupAndRestore" in chief.stderr()
         assert facts(chief) == [{"threads": []}]
-        assert "Channel closed" not in chief.stderr()  # of a thread of gRPC's that outlives its channel
-        # The others wait for the next job.
+        assert "Channel closed" not in chief.stderr()  # from a thread of gRPC that outlives its channel
+        # The other tasks wait for the next job.
         assert tasks.tasks["worker", 0].exit_code is None
 
 

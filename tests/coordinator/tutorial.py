@@ -1,8 +1,8 @@
-"""TensorFlow's tutorial of parameter servers, `tf.distribute` → `kdist`: what a user who comes from it has to run.
+"""TensorFlow's tutorial on parameter servers, ported from `tf.distribute` to `kdist` as a user would do it.
 
-Its order and its names are kept. What is not as its author wrote it, says why: it is what Keras 3, or another backend
-than TensorFlow, has in another way. In a task of `TF_CONFIG` it does what its last part says ("clusters in the real
-world"); in a process that is none, it makes a cluster of threads.
+It keeps the order and the names. Comments explain each change, which Keras 3 or another backend requires.
+In a task of `TF_CONFIG`, it follows the tutorial's last part ("clusters in the real world"). Otherwise, it
+starts a cluster of threads.
 """
 
 # ruff: noqa: B905, UP031
@@ -11,7 +11,7 @@ import os
 import random
 
 import keras
-import tensorflow as tf  # the tutorial's data
+import tensorflow as tf  # for the tutorial's data
 
 import kdist
 from kdist.testing import free_ports
@@ -24,8 +24,8 @@ found = {}
 
 
 def create_in_process_cluster(num_workers, num_ps):
-    """Starts servers in this process; returns the resolver that knows them."""
-    ports = free_ports(num_workers + num_ps)  # there: portpicker
+    """Starts servers in this process; returns their resolver."""
+    ports = free_ports(num_workers + num_ps)  # originally portpicker
     cluster_dict = {"worker": [f"localhost:{port}" for port in ports[:num_workers]]}
     if num_ps > 0:
         cluster_dict["ps"] = [f"localhost:{port}" for port in ports[num_workers:]]
@@ -74,7 +74,7 @@ strategy = kdist.ParameterServerStrategy(cluster_resolver, variable_partitioner=
 global_batch_size = 64
 
 x = tf.random.uniform((10, 10))
-y = tf.random.uniform((10, 1))  # there: (10,), for which the loss of Keras 2 made a column of it
+y = tf.random.uniform((10, 1))  # originally (10,), which the loss of Keras 2 turned into a column
 
 dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(10).repeat()
 dataset = dataset.batch(global_batch_size)
@@ -83,11 +83,12 @@ dataset = dataset.prefetch(2)
 with strategy.scope():
     model = keras.models.Sequential([keras.layers.Dense(10)])
 
-    model.compile(keras.optimizers.SGD(), loss="mse", steps_per_execution=10)  # there: optimizers.legacy.SGD
+    # Originally optimizers.legacy.SGD.
+    model.compile(keras.optimizers.SGD(), loss="mse", steps_per_execution=10)
 
-working_dir = "my_working_dir"  # there: below /tmp
+working_dir = "my_working_dir"  # originally below /tmp
 log_dir = os.path.join(working_dir, "log")
-ckpt_filepath = os.path.join(working_dir, "ckpt.keras")  # Keras 3 wants the suffix
+ckpt_filepath = os.path.join(working_dir, "ckpt.keras")  # Keras 3 requires the suffix
 backup_dir = os.path.join(working_dir, "backup")
 
 callbacks = [
@@ -111,11 +112,11 @@ with strategy.scope():
     feature_lookup_layer = keras.layers.StringLookup(vocabulary=feature_vocab, mask_token=None)
     label_lookup_layer = keras.layers.StringLookup(vocabulary=label_vocab, num_oov_indices=0, mask_token=None)
 
-    # There: functional models around the two. Those of Keras 3 take batches alone, and the pipeline maps single rows.
+    # Originally functional models around both layers. In Keras 3 they take only batches; the pipeline maps rows.
     feature_preprocess_stage, label_preprocess_stage = feature_lookup_layer, label_lookup_layer
 
 
-def feature_and_label_gen(num_examples=192):  # there: 200, and the last batch of 32 has fewer rows
+def feature_and_label_gen(num_examples=192):  # originally 200, but then the last batch of 32 has fewer rows
     examples = {"features": [], "label": []}
     for _ in range(num_examples):
         features = random.sample(feature_vocab, 3)
@@ -153,12 +154,12 @@ with strategy.scope():
     dense_output = keras.layers.Dense(units=1, activation="sigmoid")(emb_output)
     model = keras.Model({"features": model_input}, dense_output)
 
-    # There: 0.1, which makes the sigmoid 0 or 1, where Keras has no gradient on JAX and PyTorch: so without kdist, too;
-    # on old variables even 0.01 does.
+    # Originally 0.1, which makes the sigmoid 0 or 1. Keras then has no gradient on JAX and PyTorch, even
+    # without kdist. With stale variables, even 0.01 is too high.
     optimizer = keras.optimizers.RMSprop(learning_rate=0.003)
     accuracy = keras.metrics.Accuracy()
 
-# There `emb_layer.weights` are the two parts. Keras 3 knows one variable, and no layer sees where its rows are.
+# Originally, `emb_layer.weights` were two shards. Keras 3 has one variable, and layers do not see its shards.
 assert len(emb_layer.weights) == 1
 assert emb_layer.weights[0].shape == (8, 16384)
 
@@ -166,7 +167,7 @@ assert emb_layer.weights[0].shape == (8, 16384)
 @kdist.function
 def step_fn(iterator):
     def replica_fn(batch_data, labels):
-        def loss_fn():  # there: with tf.GradientTape() as tape
+        def loss_fn():  # originally: with tf.GradientTape() as tape
             pred = model(batch_data, training=True)
             per_example_loss = keras.losses.BinaryCrossentropy(reduction="none")(labels, pred)
             loss = kdist.nn.compute_average_loss(per_example_loss)
@@ -202,7 +203,7 @@ num_epochs = 4
 steps_per_epoch = 5
 found["accuracies"] = []
 for i in range(num_epochs):
-    accuracy.reset_state()  # Keras 3 has lost reset_states
+    accuracy.reset_state()  # Keras 3 has removed reset_states
     for _ in range(steps_per_epoch):
         coordinator.schedule(step_fn, args=(per_worker_iterator,))
     # Wait at epoch boundaries.

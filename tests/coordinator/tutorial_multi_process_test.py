@@ -1,4 +1,4 @@
-"""TensorFlow's tutorial of parameter servers, which `tutorial.py` is: as one process, and as the tasks of a job."""
+"""TensorFlow's tutorial on parameter servers (`tutorial.py`), in one process and as the tasks of a job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TUTORIAL = Path(__file__).with_name("tutorial.py").read_text(encoding="utf-8")
 
 
 def plain_losses() -> list[float]:
-    """In a plain process: the losses of the tutorial's `fit`, the same lines on one device."""
+    """Returns the losses of the tutorial's `fit` with plain Keras on one device."""
     import keras
     import tensorflow as tf
 
@@ -29,13 +29,13 @@ def plain_losses() -> list[float]:
 
 
 def check(stdout: str, losses: list[float]) -> None:
-    """What the tutorial prints: training learns, each step and each row counts once, all evaluations agree."""
+    """Checks the tutorial's output: training learns, steps and rows count once, and all evaluations agree."""
     (line,) = [line for line in stdout.splitlines() if "found {" in line]
     found: dict[str, Any] = json.loads(line[line.index("{") :])
-    assert found["losses"] == pytest.approx(losses, rel=0.05)  # of steps on variables that are a little old
+    assert found["losses"] == pytest.approx(losses, rel=0.05)  # the steps use slightly stale variables
     assert found["steps"] == 5 * 20
-    assert found["files"] == ["ckpt.keras", "log"]  # a backup is deleted when `fit` has ended well
-    assert found["accuracies"][-1] > 0.9  # of steps on variables that are more or less old
+    assert found["files"] == ["ckpt.keras", "log"]  # a successful `fit` deletes its backup
+    assert found["accuracies"][-1] > 0.9  # the steps use stale variables
     assert found["rows"] == 5 * 32
     assert found["loss"] < 0.1
     assert found["loop steps"] == 4 * 5 + 1
@@ -54,7 +54,7 @@ def test_in_one_process(backend: str, tmp_path: Path) -> None:
     check(script.stdout(), run_plain(backend, plain_losses))
 
 
-@pytest.mark.full  # notebook 9 trains as tasks, too
+@pytest.mark.full  # notebook 9 also trains as tasks
 @each_backend_in_twelve_turns
 def test_as_tasks_of_a_job(backend: str, tmp_path: Path) -> None:
     command = [*RUN, "--num-workers", "2", "--num-ps", "2"]

@@ -1,4 +1,4 @@
-"""Which checkpoint of a folder an evaluator takes; paths and times alone."""
+"""An evaluator picks the right checkpoint in a directory, only by paths and times."""
 
 from __future__ import annotations
 

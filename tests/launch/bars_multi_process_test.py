@@ -1,4 +1,4 @@
-"""Keras's own progress bar under `kdist run`, on a terminal and in a pipe; Keras itself is not imported."""
+"""Keras's progress bar under `kdist run`, on a terminal and in a pipe. The test does not import Keras."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ else:
 
 @pytest.fixture
 def command(tmp_path):
-    # The name of the folder alone: to look for a module within would import Keras.
+    # Look up only the package's directory: a search for a module inside it would import Keras.
     from importlib.util import find_spec
 
     (folder,) = find_spec("keras").submodule_search_locations
@@ -58,7 +58,7 @@ def command(tmp_path):
 
 
 def screen(written: str) -> list[str]:
-    """What stands on a terminal to which this was written, of more columns than any line has."""
+    """Returns the lines that a terminal of sufficient width shows after this output."""
     lines, column = [""], 0
     for piece in re.split(r"(\n|\r|\x08|\x1b\[K)", COLOR.sub("", written)):
         if piece == "\n":
@@ -77,7 +77,7 @@ def screen(written: str) -> list[str]:
 
 
 def on_terminal(command, **environ) -> str:
-    """Runs a command on a terminal of 120 columns; returns all that was written to it."""
+    """Runs a command on a terminal of 120 columns; returns its output."""
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     process = subprocess.Popen(

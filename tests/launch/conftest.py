@@ -1,4 +1,4 @@
-"""`run`: starts jobs of `kdist run`, and ends those that a test leaves."""
+"""The `run` fixture starts jobs of `kdist run`, and kills the jobs that a test leaves running."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kdist demo` as it is: the digits, plain Keras, two workers; and what it says if the numbers differ."""
+"""`kdist demo` trains plain Keras and two workers on the digits, and reports whether the results differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kdist info` asks the frameworks themselves which devices there are."""
+"""`kdist info` lists the devices that the frameworks themselves report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_devices_without_a_gpu(backend: str) -> None:
 
 
 def test_names_of_gpus(tmp_path: Path) -> None:
-    # Stands for PyTorch on a machine with two.
+    # A fake PyTorch that reports two GPUs.
     (tmp_path / "torch.py").write_text(
         "class cuda:\n"
         "    device_count = staticmethod(lambda: 2)\n"

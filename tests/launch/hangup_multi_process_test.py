@@ -1,4 +1,4 @@
-"""`kdist run` when its terminal goes away (SIGHUP). The workers are plain Python."""
+"""`kdist run` when its terminal closes (SIGHUP). The workers are plain Python."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ time.sleep(100)
 """
 
 
-# The signal that ends workers which do not care; those that save, and then want to be started again or do not.
+# The signal kills the workers; or they save, and then ask for a restart (75) or exit (0).
 @pytest.mark.parametrize(("code", "ends_with"), [(None, 128 + signal.SIGHUP), (75, 75), (0, 0)])
 def test_the_workers_are_told_and_nothing_is_started_again(
     code: int | None, ends_with: int, tmp_path: Path

@@ -1,4 +1,4 @@
-"""`kdist info` and `kdist demo`: as commands, and their parts."""
+"""`kdist info` and `kdist demo`: the commands, and their parts."""
 
 import importlib.metadata
 import platform
@@ -20,7 +20,7 @@ def test_versions():
 
 
 def test_devices_are_asked_in_another_process(monkeypatch):
-    # A broken installation crashes or hangs there; what the real commands print is tested below.
+    # A broken installation crashes or hangs in that process. Tests below check the real output.
     monkeypatch.setitem(info._DEVICES, "jax", "print('noise'); print('one, two')")
     assert info.devices_of("jax") == "one, two"
     monkeypatch.setitem(info._DEVICES, "jax", "import os; os.abort()")
@@ -40,7 +40,7 @@ def test_cluster_lines():
 
 
 def in_worker_answer(code):
-    """What the command prints in a process that has some devices."""
+    """Returns the output of the command in a process that has some devices."""
     import contextlib
     import io
 
@@ -61,7 +61,7 @@ DEVICES = {
 @each_backend
 def test_what_each_backend_is_asked(backend):
     said = run(backend, 1, in_worker_answer, info._DEVICES[backend])[0]
-    if "gpu" in said.lower() or "cuda" in said:  # beside the CPU's, or in its place
+    if "gpu" in said.lower() or "cuda" in said:  # in addition to the CPUs, or instead of them
         assert ":0" in said
     else:
         assert said == DEVICES[backend]

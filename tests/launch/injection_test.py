@@ -1,4 +1,4 @@
-"""What may stand after `--inject`, and the options that go with it."""
+"""The syntax of faults for `--inject`, and the options that go with it."""
 
 from __future__ import annotations
 

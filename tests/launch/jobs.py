@@ -1,4 +1,4 @@
-"""`kdist run` in a process, for its tests: the workers are plain Python, no framework is needed."""
+"""Runs `kdist run` in a process for its tests. The workers are plain Python and need no framework."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SLEEPER = "import time; time.sleep(120)"
 
 
 class Job:
-    """A running `kdist run`."""
+    """A running `kdist run` command."""
 
     def __init__(self, folder, script, *options, arguments=(), env=None, prelude=PRELUDE, stdin=None):
         self.script = folder / "script.py"
@@ -59,5 +59,5 @@ class Job:
         return [int(number) for number in re.findall(rf"{word}=(\d+)", self.stdout())]
 
     def named(self):
-        """The processes that `name` was called for."""
+        """Returns the processes that the script passed to `name`."""
         return [(int(pid), at) for pid, at in re.findall(r"pid=(\d+) since=(\d+);", self.stdout())]

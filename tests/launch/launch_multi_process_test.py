@@ -153,7 +153,7 @@ def test_ctrl_c_ends_the_workers(tmp_path):
 
 
 def test_with_servers_the_function_runs_in_the_coordinator_alone(monkeypatch, tmp_path, capfd):
-    # What the tasks beside it would run is `kdist.Server(…).join()`; here they say who they are, and wait.
+    # Normally, the other tasks run `kdist.Server(…).join()`. Here, they print their task and wait.
     said = "import os, time; print('serves', os.environ['TF_CONFIG'][-34:], flush=True); time.sleep(60)"
     monkeypatch.setattr(local_workers, "_SERVE", said.replace("{", "{{"))
 

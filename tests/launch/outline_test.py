@@ -1,4 +1,4 @@
-"""A job's plan in words, and what `kdist run --dry-run` prints; nothing is started."""
+"""A job's plan in words, and the output of `kdist run --dry-run`, which starts nothing."""
 
 from __future__ import annotations
 

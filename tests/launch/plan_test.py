@@ -1,4 +1,4 @@
-"""What each worker is told, and the small parts of the launcher."""
+"""The variables of each worker, and the small parts of the launcher."""
 
 import io
 import json
@@ -276,7 +276,7 @@ def test_exit_codes():
     assert "exit code 3" in failure_block("worker 1", 3, [])
 
 
-# ---- who failed first
+# ---- the worker that failed first
 
 
 def _judged(*workers):
@@ -292,14 +292,14 @@ def _judged(*workers):
 
 def test_who_failed_first():
     assert _judged((1, 10.0, None), (1, 10.1, None)) == 0
-    # The first one only lost its connection to the second, which somebody killed.
+    # The first worker only lost its connection to the second worker, which was killed.
     assert _judged((1, 10.0, 9.9), (-9, 10.1, None)) == 1
     assert _judged((-6, 10.0, None), (-11, 10.1, None)) == 1
-    # The second one had printed its traceback before the first one lost its connection.
+    # The second worker printed its traceback before the first worker lost its connection.
     assert _judged((-6, 10.0, None), (1, 10.1, 9.8)) == 1
-    # A traceback that was printed long ago was no reason to fail.
+    # An old traceback is not the reason for a failure.
     assert _judged((1, 10.0, None), (1, 10.1, 2.0)) == 0
-    # The first one says that it has lost the second, which took longer to end.
+    # The first worker reports the loss of the second worker, which exits later.
     assert _judged((1, 10.0, 9.9, True), (1, 10.1, None)) == 1
     assert _judged((1, 10.1, None, True), (1, 10.0, None, True)) == 1
 

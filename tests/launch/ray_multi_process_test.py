@@ -1,4 +1,4 @@
-"""`kdist.launch(fn, on="ray")`: on a cluster of this machine, which the tests start and stop."""
+"""`kdist.launch(fn, on="ray")` on a Ray cluster of this machine, which the tests start and stop."""
 
 import importlib.util
 import os
@@ -27,9 +27,9 @@ needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="
 
 
 def start(ray, before, times=3):
-    """Starts Ray, again if one of its own processes did not start within Ray's 30 s.
+    """Starts Ray, and tries again if one of its own processes does not start within Ray's 30 s.
 
-    Its first process has been seen to end before it opened its log, once in some hundred starts.
+    In about one of some hundred starts, Ray's first process ended before it opened its log.
     """
     try:
         ray.init(num_cpus=4, include_dashboard=False, logging_level="error", log_to_driver=False)
@@ -49,7 +49,7 @@ def start(ray, before, times=3):
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Ray, connected to a cluster of four cores (it only counts them)."""
+    """Yields Ray, connected to a cluster that counts four cores."""
     import ray
 
     with pytest.MonkeyPatch.context() as patch:
@@ -70,7 +70,7 @@ def cluster():
 
 @pytest.fixture
 def nothing_stays(cluster):
-    """The cluster's resources are free again after the test, and it is still there."""
+    """Checks after the test that the cluster still runs and its resources are free again."""
     yield
     assert cluster.is_initialized()
     deadline = time.monotonic() + 10
@@ -80,7 +80,7 @@ def nothing_stays(cluster):
 
 
 def name_of(pid):
-    """A process and when it began: pids are used again."""
+    """Returns the pid of a process and its start time, because pids are reused."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         return pid, file.read().rpartition(b")")[2].split()[19].decode()
 
@@ -144,7 +144,7 @@ def test_a_killed_worker(nothing_stays, victim, tmp_path):
             started.touch()
             time.sleep(0.2)
             os.kill(os.getpid() if victim == "worker" else os.getppid(), signal.SIGKILL)
-        elif victim == "worker":  # ends first, and says that it is not its fault
+        elif victim == "worker":  # exits first, and blames worker 0
             while not started.exists():
                 time.sleep(0.01)
             print("The job lost worker 0", file=sys.stderr)
@@ -191,7 +191,7 @@ def test_a_busy_cluster(nothing_stays, cluster):
 
 @pytest.mark.kills(ray_backend_not_passed_on="[jax]")
 @pytest.mark.timeout(300)  # real workers take long to import their backend
-@pytest.mark.xdist_group("ray_multi_process_test")  # which has a cluster
+@pytest.mark.xdist_group("ray_multi_process_test")  # the tests of this group share a cluster
 @needs_ray
 @each_backend_in_twelve_turns
 def test_two_workers_train_as_one_device(nothing_stays, backend):
@@ -214,7 +214,7 @@ def test_two_workers_train_as_one_device(nothing_stays, backend):
         np.testing.assert_allclose(weights, by_hand.weights(2), rtol=1e-5)
 
 
-@pytest.mark.full  # a cluster takes long to start, and real workers to import their backend
+@pytest.mark.full  # starting a cluster and importing the backend takes long
 @needs_ray
 def test_two_workers_train_on_a_cluster_that_is_started_and_stopped(tmp_path):
     script = tmp_path / "script.py"

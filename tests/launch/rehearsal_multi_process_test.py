@@ -1,4 +1,4 @@
-"""`--inject` on jobs that train: which faults come again after a restart."""
+"""`--inject` on jobs that train: only faults with `always=1` occur again after a restart."""
 
 from __future__ import annotations
 

@@ -78,14 +78,14 @@ def test_it_goes_on_with_fewer_workers_but_not_too_few(run):
     assert code == 0, err
     assert [next(s[2] for s in starts if s[0] == str(i)) for i in range(4)] == ["3", "2", "2", "2"]
     assert "restart 1 with fewer workers because worker 2 was killed" in err and "restart 2 of 2" in err
-    # A worker that fails by itself is not lost.
+    # A worker that exits with an error does not count as lost.
     code, starts, err = run("sys.exit(3 if rank else 0)", "-n", "2", "--min-workers", "1")
     assert (code, len(starts)) == (3, 2)
 
 
 @pytest.mark.kills("launch_preemption_counted")
 def test_preemption_does_not_count(run):
-    # The second one is slow to save its share.
+    # The second worker takes longer to save its share.
     script = "time.sleep(rank)\nsys.exit(75) if restart < 2 else None\nif restart == 2: sys.exit(1)"
     code, starts, err = run(script, "-n", "2", "--max-restarts", "1")
     assert code == 0, err

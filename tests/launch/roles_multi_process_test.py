@@ -1,4 +1,4 @@
-"""`kdist run --num-ps --evaluator`: what happens when a task of each role ends. The tasks are plain Python."""
+"""`kdist run --num-ps --evaluator`: how the end of each role affects the job. The tasks are plain Python."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_worker_is_started_again_alone_at_its_port(start, tmp_path):
         in job.stderr()
     )
     assert "restart 2 of 3" in job.stderr() and "last words 1" in job.stderr()
-    assert job.stdout().count("pid=") == 5 + 2  # no other task was started again
+    assert job.stdout().count("pid=") == 5 + 2  # no other task was restarted
     assert (tmp_path / "logs" / "worker-1.log").read_text().count("RESTART") == 3
     assert left_of(job.named(), 1) == []
 
@@ -208,7 +208,7 @@ def test_an_evaluator_beside_workers_that_train_alike(start, tmp_path):
     time.sleep(1.5)
     """
     job = start(script, "--evaluator", "--max-restarts", "1", number=("-n", "2"))
-    assert job.wait() == 6  # training went on, and what failed is not hidden
+    assert job.wait() == 6  # training continued, and the exit code shows the evaluator's failure
     assert {"[worker 0] 0 True ['worker']", "[worker 1] 1 True ['worker']"} <= set(job.stdout().splitlines())
     err = job.stderr()
     assert "kdist: evaluator ended with exit code 6 after 1 restart; the job continues without it." in err

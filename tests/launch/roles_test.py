@@ -1,4 +1,4 @@
-"""What the tasks of a job with roles are told."""
+"""The variables that the tasks of a job with roles receive."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def told(environ, *args, name="CUDA_VISIBLE_DEVICES", **kwargs):
     ("gpus", "expected"),
     [
         ("", ["", "", "", "", ""]),
-        ("4", ["-1", "4", "4", "-1", "-1"]),  # too few: the workers share it
+        ("4", ["-1", "4", "4", "-1", "-1"]),  # too few, so the workers share it
         ("4,5", ["-1", "4", "5", "-1", "-1"]),
         ("4,5,6", ["6", "4", "5", "-1", "-1"]),
         ("4,5,6,7", ["6", "4", "5", "-1", "7"]),
@@ -37,7 +37,7 @@ def test_gpus_are_the_workers_first(gpus, expected):
 @pytest.mark.parametrize(
     ("num_workers", "gpus", "expected"),
     [
-        (1, "4,5", ["4,5", "-1"]),  # a worker that trains alone has them all
+        (1, "4,5", ["4,5", "-1"]),  # a single worker gets all GPUs
         (2, "4,5", ["4", "5", "-1"]),
         (2, "4,5,6", ["4", "5", "6"]),
         (2, "4", ["4", "4", "-1"]),

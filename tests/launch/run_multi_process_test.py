@@ -1,4 +1,4 @@
-"""`kdist run` with real processes. The workers are plain Python: no framework is needed."""
+"""`kdist run` with real processes. The workers are plain Python and need no framework."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def test_module_and_backend_and_ports(run, tmp_path):
         "socket.create_server((host, port)).close()\n"
         "print(sys.argv[1:], __name__, os.environ.get('KERAS_BACKEND'))\n"
     )
-    # Stands for an installed backend, so that this test needs none.
+    # Fake an installed backend, so that this test needs no framework.
     for package in ("jax", "keras"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text("")
@@ -82,7 +82,7 @@ def test_output_is_live(run):
 
 
 def test_the_times_add_up_to_the_promise():
-    # A job ends within a second of its first failure: by then the rest was told to end, and killed.
+    # A job ends within 1 s of its first failure. By then, the launcher has terminated and killed all workers.
     assert supervisor._LONGER_WINDOW + supervisor._TERM_TO_KILL <= 0.8
 
 
@@ -105,7 +105,7 @@ def test_the_failed_worker_ends_the_job(run, tmp_path):
     )  # fmt: skip
     assert job.wait() == 1
     ended = time.time()
-    # The promise is a second, as above, where the machine is not busy. They sleep for 100 s.
+    # The promise of 1 s, as above, holds if the machine is not busy. The other workers sleep for 100 s.
     assert ended - job.numbers("at")[0] / 1000 < 10
     assert len(job.named()) == 3 and left_of(job.named()) == []
     text = job.stderr()

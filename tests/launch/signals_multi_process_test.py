@@ -1,4 +1,4 @@
-"""Signals to `kdist run`, and the end of a job: nothing is left behind, and workers have their time."""
+"""Signals to `kdist run`, and the end of a job: no process is left, and workers get their grace period."""
 
 import signal
 import time
@@ -48,7 +48,7 @@ def test_a_killed_launcher_takes_its_workers_along(run):
     job.wait_for("born 0", "born 1")
     job.process.kill()
     job.wait()
-    # Nobody waits for them: the system ends them when it comes to it.
+    # No process waits for these workers, so the system may take a while to end them.
     assert len(job.named()) == 2 and left_of(job.named(), within=10) == []
 
 
@@ -67,7 +67,7 @@ def test_the_grace_period_ends(run):
     start = time.monotonic()
     job.process.send_signal(signal.SIGTERM)
     assert job.wait() == 143
-    assert 0.4 < time.monotonic() - start < 8  # of their own they never end
+    assert 0.4 < time.monotonic() - start < 8  # the workers never exit by themselves
     assert len(job.named()) == 2 and left_of(job.named()) == []
 
 

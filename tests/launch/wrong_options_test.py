@@ -1,4 +1,4 @@
-"""What the command line prints about options and commands that do not exist."""
+"""The output of the command line for options and commands that do not exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kdist manifest`: its options, and wrong ones."""
+"""`kdist manifest`: its options, and wrong options."""
 
 import stat
 

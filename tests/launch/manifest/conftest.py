@@ -1,4 +1,4 @@
-"""`manifest`: what `kdist manifest` prints."""
+"""The `manifest` fixture returns the output of `kdist manifest`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kdist manifest kubernetes`: Kubernetes takes what is printed, and it says what is meant."""
+"""`kdist manifest kubernetes` prints valid manifests with the requested settings."""
 
 import kubernetes_validate
 import pytest
@@ -17,7 +17,7 @@ EVERYTHING = [
 
 @pytest.fixture
 def objects(manifest):
-    """By their kinds."""
+    """Returns a function that parses a manifest into a dictionary from kinds to objects."""
 
     def write(*options):
         found = list(yaml.safe_load_all(manifest("kubernetes", *options)))
@@ -31,12 +31,12 @@ def pod_of(objects):
 
 
 def environment_of(objects):
-    """What a pod's container is told, but for what Kubernetes looks up."""
+    """Returns the environment of a pod's container, without the variables that Kubernetes looks up."""
     (container,) = pod_of(objects)["containers"]
     return {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
 
 
-# 1.29 is the first in which the rules of a Job are read without being switched on; the other is the newest.
+# 1.29 is the first version that reads the rules of a Job by default; the other version is the newest.
 @pytest.mark.parametrize("version", ["1.29", kubernetes_validate.latest_version()])
 @pytest.mark.parametrize(
     "options",
@@ -142,7 +142,7 @@ def test_what_a_worker_gets(objects):
 
 
 def token_of(objects):
-    """The secret that the workers get, by way of the reference in their environment."""
+    """Returns the workers' secret, which it finds through the reference in their environment."""
     (container,) = pod_of(objects)["containers"]
     (entry,) = [entry for entry in container["env"] if entry["name"] == "KDIST_CLUSTER_TOKEN"]
     reference = entry["valueFrom"]["secretKeyRef"]

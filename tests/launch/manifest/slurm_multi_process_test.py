@@ -1,4 +1,4 @@
-"""`kdist manifest slurm`: Bash runs the script, and the workers of its steps train. Slurm is played by a few lines."""
+"""`kdist manifest slurm`: Bash runs the script, and the workers of its steps train. A fake replaces Slurm."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tests.helpers.environment import clean_environment
 from tests.helpers.scripts import Script
 
 TIMEOUT = 120
-# Starts the tasks of a step on this machine, as srun does, with the variables that it sets.
+# Like srun: starts the tasks of a step on this machine, with srun's variables.
 SRUN = """
 import os, re, signal, subprocess, sys
 words = sys.argv[1:]
@@ -39,7 +39,7 @@ tasks = [
 codes = [task.wait() for task in tasks]
 sys.exit(max(code if code >= 0 else 128 - code for code in codes))
 """
-# In place of Python: asks the test for a process that has imported the backend already.
+# Replaces Python: asks the test for a process that has already imported the backend.
 ASKS = """
 import json, os, socket, sys
 with socket.socket(socket.AF_UNIX) as test:
@@ -52,7 +52,7 @@ with socket.socket(socket.AF_UNIX) as test:
 
 @pytest.fixture
 def programs(tmp_path):
-    """The folder of what the script calls."""
+    """Creates the programs that the script calls; returns a function that replaces them."""
     folder = tmp_path / "programs"
     folder.mkdir()
 
@@ -68,7 +68,7 @@ def programs(tmp_path):
 
 @pytest.fixture
 def forks(programs, tmp_path, monkeypatch):
-    """Lets the workers be forked; returns them as they come."""
+    """Forks the workers from a process that has imported the backend; yields the list of workers."""
     programs("python", f"#!{sys.executable} -IS\n{ASKS}")
     monkeypatch.chdir(tmp_path)
     workers = []
@@ -120,7 +120,7 @@ def sbatch(manifest, programs, tmp_path):
 
 
 def steps_of(folder):
-    """What `KDIST_RESTART` was in each step."""
+    """Returns the value of `KDIST_RESTART` in each step."""
     return (folder / "steps").read_text().split()
 
 
@@ -181,7 +181,7 @@ PLAIN = 'import os, sys; rank, start = (int(os.environ[n]) for n in ("SLURM_PROC
     [
         ("0", 0, 1),
         ("1 if start == 0 and rank else 0", 0, 2),
-        ("7", 7, 3),  # two restarts, and no more
+        ("7", 7, 3),  # only two restarts
         ("2", 2, 1),
     ],
     ids=["success", "one_failure", "failures", "wrong_call"],
@@ -217,5 +217,5 @@ def test_the_directives(manifest):
         "mem-per-cpu=5462M", "time=1-02:00:00", "output=big-%j.log", "open-mode=append", "signal=TERM@90", "requeue",
     ]  # fmt: skip
     assert " --cpus-per-task=3 python -m package.train" in text
-    # A worker that fails, or has saved, must not end those that are still saving.
+    # A worker that fails, or exits after saving, must not terminate workers that are still saving.
     assert "srun --kill-on-bad-exit=0 --wait=0 " in text

@@ -1,4 +1,4 @@
-"""What kdist writes as YAML, others read as the same."""
+"""PyYAML reads the same values that kdist has written as YAML."""
 
 import pytest
 import yaml as pyyaml
@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from kdist.launch.manifest import yaml
 
-# Any text but halves of characters, which no file can hold.
+# Any text except surrogates, which files cannot contain.
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-# Words that readers take for something else, and marks that mean something in YAML.
+# Words that YAML readers take for other types, and characters that have a meaning in YAML.
 TRICKY = st.sampled_from(
     ["yes", "No", "on", "OFF", "null", "Null", "~", "y", "n", "true", "1", "-1", "0x1f", "1e3", "1_000", ".inf",
      ".nan", "12:30:00", "2024-01-01", "<<", "=", "", " ", "- a", "a: b", "a #b", "#", "&a", "*a", "!a", "|", ">", "%a",
@@ -25,7 +25,7 @@ VALUES = st.recursive(
 
 
 def alike(one, other):
-    """Equal, and of equal types: for Python, 1 is True."""
+    """Returns whether two values and their types are equal: in Python, 1 == True."""
     if type(one) is not type(other) or one != other:
         return False
     if isinstance(one, dict):
