@@ -1,4 +1,4 @@
-"""What a backend does by itself: the tests of a folder run in the kept worker of its backend.
+"""Runs the tests of a directory in the kept worker of its backend, because they test only this backend.
 
 The worker imports the test module itself. Frameworks are imported at the head of the module where `in_worker` is true,
 so that pytest's own process, which only collects, imports none. The tests of `*_multi_process_test.py` run in pytest's

@@ -1,9 +1,9 @@
 """Banned words in pages and messages, each with its replacement: the rules for texts that a program can check.
 
-`make lint` runs this file. It reads the prose of the pages, their quotes of output (fences with `text`), and of kdist's
-source the docstrings, the comments, and the string literals that contain a space: errors, log lines, warnings and help
-texts. It does not read code blocks and inline code. If it finds something that is good English, make the pattern
-narrower.
+`make lint` runs this file. It reads the prose of the pages, their quotes of output (fences with `text`), docstrings and
+comments, also of tests and benchmarks, and in kdist's source the string literals that contain a space: errors, log
+lines, warnings and help texts. It does not read code blocks and inline code. If it finds something that is good
+English, make the pattern narrower.
 """
 
 from __future__ import annotations
@@ -196,6 +196,7 @@ PAGES = [
 ]
 PAGES += [ROOT / f"{name}.md" for name in ("CHANGELOG", "SECURITY")]
 SOURCES = sorted((ROOT / "kdist").rglob("*.py"))
+TESTS = sorted(path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
 
 _FENCE = re.compile(r"^ *(?:> *)?(```+|~~~+) *(\w*)")
 _STARTS = re.compile(r" *(?:[-*|#>]|\d+\.|===|!!!|\?\?\?|:::)")
@@ -337,7 +338,7 @@ def test_messages_and_help_texts_have_no_banned_words() -> None:
 
 
 def test_docstrings_and_comments_have_no_banned_words() -> None:
-    _report([line for source in SOURCES for line in findings_of_comments(source)])
+    _report([line for source in (*SOURCES, *TESTS) for line in findings_of_comments(source)])
 
 
 def test_code_is_left_out_and_quotes_are_not() -> None:

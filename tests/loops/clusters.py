@@ -35,7 +35,7 @@ def each_cluster_of(backend: str) -> Any:
 def on_workers(
     backend: str, num_workers: int, num_replicas: int, fn: Any, *args: Any, timeout: float = 100.0
 ) -> list[Any]:
-    """Calls `fn(num_replicas, *args)` in all workers; returns one result a worker."""
+    """Calls `fn(num_replicas, *args)` in all workers; returns one result per worker."""
     return run(backend, num_workers, fn, num_replicas, *args, timeout=timeout)
 
 

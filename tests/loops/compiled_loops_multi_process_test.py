@@ -40,7 +40,7 @@ class Training:
         ops = self._ops()
         number = ops.cast(ops.shape(x)[0], "float32")
         total = kdist.get_replica_context().all_reduce("SUM", number)
-        # From the batch: in a graph, what does not need it does not wait for it, and is done at the end, too.
+        # Depends on the batch: otherwise, a graph does not wait for it, and also runs this at the end.
         self.steps.assign_add(ops.cast(ops.minimum(total, 1.0), "int32"))
 
         def loss_fn():
@@ -124,7 +124,7 @@ def loop_over_iterator(training, dataset, function):
 
     @function
     def rest(iterator):
-        total = training.step(next(iterator))  # before the loop, which goes on from there
+        total = training.step(next(iterator))  # before the loop, which continues from there
         for batch in iterator:
             total = total + training.step(batch)
         return total

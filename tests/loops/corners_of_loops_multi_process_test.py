@@ -103,7 +103,7 @@ def in_worker_two_threads(num_replicas):
     def batches():
         yield np.ones((6, 1), "float32")
         for meeting in meetings:
-            meeting.wait(20)  # until the other thread has begun, too
+            meeting.wait(20)  # until the other thread has also begun
         yield np.ones((6, 1), "float32")
 
     dataset = s.experimental_distribute_dataset(batches)

@@ -62,7 +62,7 @@ def dataset_of(kind, s):
 
 
 def still_reading(before):
-    """Names of the threads that go on reading, of those started since; they get a moment to end on a busy machine."""
+    """Returns the names of new threads that still read. They get a moment to end on a busy machine."""
     import threading
 
     threads = [t for t in set(threading.enumerate()) - before if "prefetch" in t.name]

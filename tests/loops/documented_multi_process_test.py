@@ -1,4 +1,4 @@
-"""Sentences and examples of the docstrings of `tf.distribute` that no other test in this folder has."""
+"""Sentences and examples from the docstrings of `tf.distribute` that no other test in this directory covers."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ def in_worker_traces(num_replicas):
     trainer = Trainer()
 
     def call(x):
-        def step(x):  # anew in every call
+        def step(x):  # a new function in every call
             traces.append("local")
             return x * 2
 

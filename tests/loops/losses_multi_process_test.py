@@ -58,7 +58,7 @@ def test_parts_of_losses_add_up_to_the_mean_of_all_rows(backend, num_workers, nu
 
 
 class Taken(set):
-    """What a layer knows of losses that are gone, when those of other layers have come to be at their addresses."""
+    """Simulates losses that are gone, and whose addresses the losses of other layers have taken."""
 
     is_stale = True
 

@@ -1,4 +1,4 @@
-"""A worker that ends in the middle of a custom loop: the other one says who is missing."""
+"""A worker that ends in the middle of a custom loop: the other worker names the lost worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics inside `Strategy.run`: those of all rows, whichever replica saw them."""
+"""Metrics inside `Strategy.run` include the rows of all replicas."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def in_worker_plain_values(num_replicas):
         s.reduce("MEAN", {"a": [3.0]}, axis=None)["a"][0],
     ]
     if one_replica_a_worker:
-        # Nothing tells it from what `run` returns.
+        # It cannot be distinguished from a result of `run`.
         assert float(s.reduce("SUM", 3.0, axis=None)) == 3 * num_replicas
     else:
         for value in (3.0, np.ones(2, "float32"), {"a": np.float32(1)}):

@@ -189,7 +189,7 @@ def test_what_speaks_for_all_replicas_is_refused_inside_of_one(backend, num_work
 
 
 class Strange(Exception):
-    """Of the user's, with a constructor that nobody else can call."""
+    """A user's exception with a constructor that other code cannot call."""
 
     def __init__(self, first, second):
         super().__init__(f"{first} and {second}")

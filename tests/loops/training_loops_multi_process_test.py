@@ -208,7 +208,7 @@ def in_worker_optimizers(num_replicas, names):
 
             def loss_fn():
                 errors = keras.ops.square(model(features, training=True) - labels)
-                # The mean over 2 outputs and 12 rows; the penalty once, not once a replica.
+                # The mean over 2 outputs and 12 rows; the penalty once, not once per replica.
                 loss = keras.ops.sum(errors) / 24 + sum(model.losses) / num_replicas
                 return optimizer.scale_loss(loss), loss
 

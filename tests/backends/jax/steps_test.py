@@ -72,7 +72,7 @@ def _numbers(model: keras.Model) -> dict[str, Any]:
 
 @functools.cache
 def _expected() -> dict[str, Any]:
-    """The numbers of one device, without a strategy."""
+    """Returns the results of one device, without a strategy."""
     return _numbers(_model())
 
 
@@ -119,7 +119,7 @@ def test_dropout_is_that_of_one_device(replicas: int) -> None:
         model.compile("sgd", lambda y, y_pred: keras.ops.sum(y_pred * y, axis=-1), run_eagerly=False)
         return model
 
-    # Every element has a weight of its own, so that the loss tells which were dropped.
+    # Every element has a different weight, so that the loss shows which elements were dropped.
     weights = np.arange(40, dtype="float32").reshape(10, 4)
     x = np.ones((10, 4), "float32")
     losses = [model.train_on_batch(x, weights) for model in (make(), _under(replicas, make))]
@@ -333,7 +333,7 @@ def test_outputs_are_ordinary_arrays(replicas: int) -> None:
 
 
 class _Taken(set[int]):
-    """What a layer knows of an earlier trace's losses when other layers' have come to be at the same addresses."""
+    """Simulates losses of an earlier trace whose addresses other losses have taken since."""
 
     is_stale = True
 

@@ -1,4 +1,4 @@
-"""Who is told that a worker is lost: an error in a thread that gathers messages is not yet the user's."""
+"""Reports of lost workers: an error in a thread that gathers messages has not reached the user yet."""
 
 from __future__ import annotations
 

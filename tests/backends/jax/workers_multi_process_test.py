@@ -96,7 +96,7 @@ def test_the_others_of_three_name_the_same_worker(start: Callable[..., Job]) -> 
 
 
 def test_a_worker_that_stands_still_ends_the_others(start: Callable[..., Job]) -> None:
-    """As where its machine has lost power: nobody closes the connections."""
+    """Simulates a power loss: the connections stay open."""
     job = start("stop", 1)
     assert job.workers[0].wait() == 1
     assert f"lost {job.name(1)}: it died or is unreachable" in job.output(0)

@@ -40,7 +40,7 @@ def count_traces():
 
 
 def test_a_step_is_traced_once_for_any_number_of_rows():
-    # Once a replica, and twice where TensorFlow makes variables in the first trace; not again for other rows.
+    # Once per replica, and twice if TensorFlow creates variables in the first trace; not again for other rows.
     ((after_fit, at_the_end, rows),) = run("tensorflow", 1, count_traces)
     assert after_fit in (3, 6)
     assert at_the_end in (after_fit, after_fit + 3)  # Keras may make float32 of float64 before the step
@@ -117,7 +117,7 @@ def test_replicas_call_functions_that_reduce():
     results, traces = zip(*found, strict=True)
     assert results == ([3.0, 3.0], [7.0, 7.0], [-203.0, -203.0])
     assert len(set(traces)) == 1, "the first call has traced it for all"
-    assert inside == [3.0, 3.0]  # in a function of the user's, too
+    assert inside == [3.0, 3.0]  # also in a user's function
 
 
 def name_devices():

@@ -1,4 +1,4 @@
-"""4,096 workers that nobody starts: PyTorch's `fake` process group shows which collectives each of them would issue.
+"""Simulates 4,096 workers: PyTorch's `fake` process group shows the collectives that each worker would issue.
 
 NCCL waits forever if two workers issue other collectives, or the same ones in another order.
 """
@@ -14,7 +14,7 @@ RANKS = (0, 1, 2047, 4095)
 
 
 def collectives(kind: str, rank: int, rows: int) -> list[tuple]:
-    """What one of the workers issues in a `fit` of two epochs, and `evaluate`, in a process of its own."""
+    """Returns the collectives of one worker in a `fit` of two epochs and in `evaluate`, in a separate process."""
     import keras
     import numpy as np
     import torch

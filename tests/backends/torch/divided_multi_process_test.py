@@ -1,4 +1,4 @@
-"""Variables that are divided over workers: numbers, memory, who reads and writes them, and what cannot be."""
+"""Variables that are sharded over workers: results, memory, reads, writes, and errors."""
 
 import numpy as np
 import pytest
@@ -56,7 +56,7 @@ def _trained(strategy):
 
 
 def _held(variables):
-    """The bytes that this worker holds of variables, and those that a mirrored one has."""
+    """Returns the bytes of variables on this worker, and the bytes of mirrored variables."""
     from kdist import keras_hooks
 
     tensors = [keras_hooks.native_value(v) for v in variables]
@@ -355,5 +355,5 @@ def test_a_step_holds_few_whole_variables_at_once():
 
     for mixed in (False, True):
         for num_gathered, most in run("torch", 2, watch, mixed):
-            assert num_gathered > 40  # once forth and once back, but for the last ones
+            assert num_gathered > 40  # in the forward and the backward pass, except for the last variables
             assert most <= 6  # of 24

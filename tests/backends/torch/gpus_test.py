@@ -1,4 +1,4 @@
-"""What PyTorch is told about GPUs, on a machine without any: its functions for them are replaced."""
+"""kdist's calls of PyTorch's functions for GPUs, which the tests replace, on a machine without GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers for images have the numbers of one device without kdist, and their images are not copied."""
+"""Layers for images give the results of plain Keras on one device, without copies of the images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models and runs that the tests of this folder compare: plain Keras on one device, and kdist."""
+"""Models and runs that the tests of this directory compare: plain Keras on one device, and kdist."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def in_worker_train(x, is_foreign):
     start = np.array(model.kernel)
     with foreign_backward() if is_foreign else contextlib.nullcontext():
         model.train_on_batch(x, x)
-    return dict(model.records), start, np.array(model.kernel)  # Keras has a class of dictionaries of its own
+    return dict(model.records), start, np.array(model.kernel)  # Keras has a custom class of dictionaries
 
 
 @pytest.mark.parametrize("is_foreign", [False, True], ids=["same-thread", "other-thread"])

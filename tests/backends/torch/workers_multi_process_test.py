@@ -131,7 +131,7 @@ def test_predictions_of_several_outputs_and_uneven_rows():
                 "a": inputs * 2.0,
                 "index": keras.ops.argmax(inputs, axis=1),
                 "positive": inputs[:, 0, 0] > 0,
-                "rows": keras.ops.reshape(inputs, (-1, 2)),  # three entries a row
+                "rows": keras.ops.reshape(inputs, (-1, 2)),  # three entries per row
             }
             model = keras.Model(inputs, outputs)
         good = True
@@ -346,7 +346,7 @@ def test_torchrun_starts_it_too(tmp_path):
         assert torchrun.wait(150) == 0, torchrun.output()
     finally:
         if torchrun.exit_code is None:
-            torchrun.process.send_signal(signal.SIGTERM)  # it ends its workers, too
+            torchrun.process.send_signal(signal.SIGTERM)  # it also ends its workers
             torchrun.wait(20)
     check_group(torchrun.stdout())
 
