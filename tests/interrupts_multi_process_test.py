@@ -30,7 +30,6 @@ def check_stderr(text):
     assert len(text.splitlines()) <= LINES, text
 
 
-@pytest.mark.kills(interrupt_waits_for_the_others="[torch]")
 @each_backend_in_twelve_turns
 def test_ctrl_c_ends_both_workers(backend, tmp_path):
     with started(tmp_path, TRAINS, environments_of(backend, **PATIENT)) as scripts:
@@ -61,6 +60,23 @@ def wait_until_it_rests(pid):
         if used != before:
             before, since = used, time.monotonic()
         time.sleep(0.02)
+
+
+@pytest.mark.kills(torch_exit_waits_after_ctrl_c="[RING]")
+@pytest.mark.parametrize("implementation", ["AUTO", "RING"])  # shared memory, and gloo
+@pytest.mark.in_turn(4)
+def test_ctrl_c_does_not_wait_for_a_stopped_worker(implementation, tmp_path):
+    options = f"kdist.experimental.CommunicationOptions(implementation={implementation!r})"
+    stops = TRAINS.replace("# and then", "os.environ['RANK_HERE'] == '1' and os.kill(os.getpid(), 19)")
+    stops = stops.replace("Strategy()", f"Strategy(communication_options={options})")
+    with started(tmp_path, stops, environments_of("torch", **PATIENT)) as (interrupted, stopped):
+        for script in (interrupted, stopped):
+            script.wait_for("TRAINS")
+        wait_until_it_rests(interrupted.process.pid)
+        interrupted.process.send_signal(signal.SIGINT)
+        assert interrupted.wait(SECONDS) in {-signal.SIGINT, 128 + signal.SIGINT}, interrupted.stderr()
+        check_stderr(interrupted.stderr())
+        stopped.process.kill()
 
 
 @each_backend

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -20,6 +21,7 @@ from kdist.backends.torch.lifeline import Lifeline
 from kdist.backends.torch.meeting import Meeting, compare_workers
 from kdist.backends.torch.store import GroupStore
 from kdist.cluster import Cluster, choose_nccl_interface, environment, interface_towards, liveness
+from kdist.communication import interrupts
 from kdist.communication.options import CommunicationImplementation, CommunicationOptions, hint_ignored
 from kdist.communication.shared_memory import SharedMemory, Sum
 from kdist.errors import KdistError, StrategyScopeError, WorkerTimeoutError
@@ -192,8 +194,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
             row_bytes = entries * math.prod(leaf.shape[1:]) * leaf.element_size()
             packets.append(torch.nn.functional.pad(_bytes_of(leaf), (0, (largest - mine) * row_bytes)))
         everyone = self.all_gather(torch.cat(packets))
-        results = []
-        start = 0
+        results, start = [], 0
         for leaf, packet in zip(leaves, packets, strict=True):
             row_bytes = packet.numel() // max(largest, 1)
             parts = []
@@ -240,11 +241,11 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         self._lifeline.close()
         if self._memory is not None:
             self._memory.close()
-        if self._stuck:
-            # gloo cannot cancel an operation, and its destructor would wait for it.
+        # gloo cannot cancel an operation, and its destructor would wait for it, for example after Ctrl-C.
+        if self._stuck or (interrupts.is_pressed and self.waits_in("")):
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(1)
+            os._exit(128 + signal.SIGINT if interrupts.is_pressed else 1)
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
             keras_hooks.claim_process_group(False)
