@@ -1,8 +1,8 @@
-"""Runs the tests of a directory in the kept worker of its backend, because they test only this backend.
+"""Tests of single backends: the tests in a directory run in the long-lived worker of its backend.
 
-The worker imports the test module itself. Frameworks are imported at the head of the module where `in_worker` is true,
-so that pytest's own process, which only collects, imports none. The tests of `*_multi_process_test.py` run in pytest's
-process as anywhere else.
+The worker imports the test module itself. Modules import frameworks at the top only if `in_worker` is true.
+Pytest's own process only collects these tests, so it imports no framework. The tests in
+`*_multi_process_test.py` run in pytest's process, as in other directories.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 from tests.helpers.processes import run
 
-# Less than pytest's own limit, so that a hang is cut off here, with all stacks.
+# Less than pytest's own limit, so that this limit ends a hang and shows all stacks.
 LIMIT = 150.0
 
 
@@ -29,7 +29,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Calls a test with its arguments in the worker instead of here."""
+    """Calls a test with its arguments in the worker instead of in this process."""
     if not _in_worker(pyfuncitem):
         return None
     names = pyfuncitem._fixtureinfo.argnames

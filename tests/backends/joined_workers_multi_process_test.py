@@ -1,4 +1,4 @@
-"""Workers that join with other numbers of devices, or with a time limit; `KDIST_DEBUG_TIMEOUT`."""
+"""Workers that join with different numbers of devices or with a time limit, and `KDIST_DEBUG_TIMEOUT`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ rank = int(os.environ["RANK_HERE"])
 
 
 def scripts(folder: Path, backend: str, source: str, chief_ends_with: int) -> list[str]:
-    """Runs a script in two workers; returns what each has printed, its errors too."""
+    """Runs a script in two workers; returns the output of each worker, including its errors."""
     with started(folder, PRELUDE + source, environments_of(backend)) as workers:
         ended = [worker.wait(240) for worker in workers]
         printed = [worker.output() for worker in workers]
@@ -100,7 +100,7 @@ def test_nobody_waits_longer_than_the_options_say(backend: str, tmp_path: Path) 
 
 
 def in_worker_late(seconds: float) -> Any:
-    """Under KDIST_DEBUG, worker 1 comes late to a collective; returns what was printed, and the result."""
+    """Under KDIST_DEBUG, delays worker 1 before a collective; returns the printed text and the result."""
     import keras
 
     chosen = strategy()

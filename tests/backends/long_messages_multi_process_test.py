@@ -1,4 +1,4 @@
-"""Messages that are longer than an engine can send at once: they travel in pieces."""
+"""Workers send messages in pieces if an engine cannot send them at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.processes import each_backend, run, strategy
 
 PIECE = 1000
-# Bytes of worker 0 and of worker 1: pieces that are just full, and a worker that ends first.
+# Bytes of worker 0 and worker 1: pieces that are exactly full, and a worker that finishes first.
 SIZES = [(0, 3 * PIECE + 500), (PIECE, PIECE - 1), (2 * PIECE + 1, PIECE), (2 * PIECE, 0), (7, 8)]
 
 
@@ -41,7 +41,7 @@ def test_long_messages_travel_in_pieces(backend):
 
 
 def in_worker_gather_large(size):
-    """Returns the lengths and the last bytes of one message that needs several pieces, and of a short one."""
+    """Returns the lengths and the last bytes of a long message in several pieces and of a short message."""
     runtime = strategy().runtime
     data = bytes(size) + b"end" if runtime.worker_index else b"short"
     return [(len(received), received[-3:]) for received in runtime.group.all_gather_bytes(data)]
@@ -50,5 +50,5 @@ def in_worker_gather_large(size):
 @pytest.mark.full
 @each_backend
 def test_a_message_of_more_than_a_piece_is_sent(backend):
-    size = 150 << 20  # 64 MiB are one piece
+    size = 150 << 20  # a piece has 64 MiB
     assert run(backend, 2, in_worker_gather_large, size) == [[(5, b"ort"), (size + 3, b"end")]] * 2

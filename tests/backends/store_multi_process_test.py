@@ -1,4 +1,4 @@
-"""The key-value store of each engine: any bytes, for all workers, and what is not there is not waited for."""
+"""The key-value store of each engine: it stores any bytes for all workers, and waits only on request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DATA = b"\0\xff" + bytes(range(256)) * 3
 
 
 def in_worker_share() -> Any:
-    """The chief leaves data, the other one reads them; returns what each has read."""
+    """Stores data on the chief, and reads them on both workers; returns the data that each worker read."""
     runtime = strategy().runtime
     store, number = runtime.group.store, int(runtime.group.all_gather_bytes(str(time.time_ns()).encode())[0])
     names = [f"test/{number}/{name}" for name in ("bytes", "late", "nothing")]

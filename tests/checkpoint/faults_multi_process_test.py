@@ -257,9 +257,9 @@ def test_a_save_that_is_killed_anywhere_leaves_the_checkpoint_before_it(tmp_path
         ("writing", "merge", 1),
         ("writing", "write_file", 3),  # before the index
         ("writing", "publish", 1),  # all files are written
-        ("os", "rename", 2),  # before the old one is moved aside
+        ("os", "rename", 2),  # before the old checkpoint is moved aside
         ("os", "rename", 3),  # between the two renames
-        ("writing", "remove", 1),  # before the old one is deleted
+        ("writing", "remove", 1),  # before the old checkpoint is deleted
     ]
     (left,) = run("torch", 1, in_worker_killed, str(tmp_path), phases)
     assert left == [(9, 1)] * 8 + [(9, 2), (9, 1)]
@@ -300,7 +300,7 @@ def in_worker_failing(folder):
         heard.append(str(caught.value))
         kdist.barrier()
         assert os.listdir(folder) == [os.path.basename(first)]
-        kdist.barrier()  # only now, the other worker begins the next save
+        kdist.barrier()  # the other worker waits for this check before the next save
     last = checkpoint.save(folder, asynchronous=False)
     assert kdist.latest_checkpoint(folder) == last
     kdist.barrier()
@@ -326,7 +326,7 @@ def in_worker_failing(folder):
         pass
     finally:
         snapshot.copy = original
-    checkpoint.restore(last)  # waits on all workers for a save that only some of them write
+    checkpoint.restore(last)  # waits on all workers for a save that only some workers write
     with pytest.raises(
         kdist.errors.CheckpointError, match="Worker 1 could not write its shard: MemoryError: no memory"
     ):

@@ -1,4 +1,4 @@
-"""The checkpoints in a directory, and the latest of them."""
+"""The checkpoints in a directory, and the latest checkpoint."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_a_job_resumes_if_the_times_of_files_are_wrong(backend: str, tmp_path: P
         folder = tmp_path / name
         for _, taken in run(backend, 2, in_worker_fit, str(folder), STOP, True):
             assert taken == list(range(STOP))
-        # The oldest backup seems to be the newest one, or the other way round.
+        # The oldest backup seems to be the newest backup, or vice versa.
         for number, path in enumerate(sorted(folder.rglob("*"), reverse=name == "past")):
             os.utime(path, (at - number, at - number))
         for weights, taken in run(backend, 2, in_worker_fit, str(folder), None, False):

@@ -1,4 +1,4 @@
-"""The progress line of reading appears after two seconds, only on a terminal, and disappears at the end."""
+"""The progress line of a read appears after two seconds, only on a terminal, and disappears at the end."""
 
 from __future__ import annotations
 

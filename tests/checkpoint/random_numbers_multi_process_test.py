@@ -1,4 +1,4 @@
-"""Random numbers that belong to no object continue after a restore as at the save, on each worker."""
+"""Random numbers that belong to no object continue after a restore on each worker, as after the save."""
 
 from __future__ import annotations
 

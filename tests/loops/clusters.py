@@ -1,4 +1,4 @@
-"""The clusters on which the tests of custom loops run, and what their functions in workers share."""
+"""The clusters for tests of custom loops, and helpers for functions in workers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def _parametrize(backends: Sequence[str]) -> Any:
 
 
 def each_cluster(test: Any) -> Any:
-    """Runs a test on three backends, with 2 and 3 replicas of one worker and with 2 workers of one each, in turn."""
+    """Runs a test in turn on each backend, with 2 or 3 replicas on one worker, and with 2 workers."""
     return _parametrize(BACKENDS)(test)
 
 
 def each_cluster_of(backend: str) -> Any:
-    """As `each_cluster`, for behavior of one backend; the test still receives the backend."""
+    """Works like `each_cluster`, but for one backend; the test still receives the backend."""
     return _parametrize([backend])
 
 
@@ -42,17 +42,17 @@ def on_workers(
 def on_replicas(
     backend: str, num_workers: int, num_replicas: int, fn: Any, *args: Any, timeout: float = 100.0
 ) -> list[Any]:
-    """As `on_workers`, for functions that return a list with an entry for each local replica: of all."""
+    """Calls a function that returns one entry per local replica in all workers; returns all entries."""
     everyone = on_workers(backend, num_workers, num_replicas, fn, *args, timeout=timeout)
     assert [len(results) for results in everyone] == [num_replicas // num_workers] * num_workers
     return [result for results in everyone for result in results]
 
 
-# For functions in workers --------------------------------------------------------------------------------------
+# For functions in workers -----------------------------------------------------------------------------------
 
 
 def numpy_of(value: Any) -> Any:
-    """A structure of tensors as NumPy arrays; anything else as it is."""
+    """Converts the tensors in a structure to NumPy arrays; keeps other values."""
     import keras
 
     def convert(leaf: Any) -> Any:
@@ -62,19 +62,19 @@ def numpy_of(value: Any) -> Any:
 
 
 def number_of(value: Any) -> int:
-    """A variable or tensor as a Python number."""
+    """Converts a variable or tensor to a Python integer."""
     import keras
 
     return int(keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(value)))
 
 
 def local_results(strategy: Any, value: Any) -> list[Any]:
-    """The components of a value as NumPy arrays, one a local replica."""
+    """Returns the components of a value as NumPy arrays, one array per local replica."""
     return [numpy_of(part) for part in strategy.experimental_local_results(value)]
 
 
 def per_replica(strategy: Any, value_fn: Any) -> Any:
-    """One value for each replica, made by `value_fn(replica_id)`; arrays become tensors."""
+    """Creates one value per replica with `value_fn(replica_id)`; converts arrays to tensors."""
     import keras
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""Distributed datasets inside compiled functions: `next(iterator)`, `for batch in dataset`, and the end of the data."""
+"""Datasets in compiled functions: `next(iterator)`, `for batch in dataset`, and the end of data."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ KINDS = {
 }
 
 
-# What one can write -----------------------------------------------------------------------------------------------
+# Forms of loops ---------------------------------------------------------------------------------------------
 
 
 class Training:
-    """Gradient descent by hand under a strategy; `calls` counts what happens in Python."""
+    """Gradient descent by hand under a strategy; `calls` counts the Python calls of `step`."""
 
     def __init__(self, s):
         import keras
@@ -40,7 +40,7 @@ class Training:
         ops = self._ops()
         number = ops.cast(ops.shape(x)[0], "float32")
         total = kdist.get_replica_context().all_reduce("SUM", number)
-        # Depends on the batch: otherwise, a graph does not wait for it, and also runs this at the end.
+        # This uses the batch. Otherwise, a graph would not wait for a batch, and would also count at the end.
         self.steps.assign_add(ops.cast(ops.minimum(total, 1.0), "int32"))
 
         def loss_fn():
@@ -90,7 +90,7 @@ def passed_iterator(training, dataset, function):
 
 def seen_iterator(training, dataset, function):
     iterator = iter(dataset)
-    first = training.step(next(iterator))  # what is read outside is not read again
+    first = training.step(next(iterator))  # the function does not read this batch again
 
     @function
     def train_step():
@@ -103,7 +103,7 @@ def seen_iterator(training, dataset, function):
 
 
 def loop_over_dataset(training, dataset, function):
-    if training.epoch is None:  # the second epoch runs what the first has compiled
+    if training.epoch is None:  # the second epoch uses the same compiled function
 
         @function
         def epoch(dataset):
@@ -124,7 +124,7 @@ def loop_over_iterator(training, dataset, function):
 
     @function
     def rest(iterator):
-        total = training.step(next(iterator))  # before the loop, which continues from there
+        total = training.step(next(iterator))  # the loop continues after this batch
         for batch in iterator:
             total = total + training.step(batch)
         return total

@@ -1,4 +1,4 @@
-"""Loops in compiled functions that have no batch, are left early, run in several threads, or in `torch.compile`."""
+"""Loops in compiled functions: without a batch, left early, in several threads, and in `torch.compile`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def in_worker_left(num_replicas):
 
     import keras
 
-    before = set(threading.enumerate())  # kept workers may still end threads of other tests
+    before = set(threading.enumerate())  # threads of other tests may still run in kept workers
     s = strategy(num_replicas)
     dataset = s.experimental_distribute_dataset(lambda: (np.ones((6, 1), "float32") for _ in range(99)))
 
@@ -172,7 +172,7 @@ def test_torch_compile_reads():
 
 
 def tensors_of_pytorch():
-    """A tensor of PyTorch's, of a dtype that NumPy does not have, as an argument and as rows."""
+    """Uses PyTorch tensors of a dtype that NumPy does not have, as an argument and as rows."""
     import keras
     import torch
 

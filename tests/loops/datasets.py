@@ -1,4 +1,4 @@
-"""Rows, what a step of gradient descent makes of them, and distributed datasets of every kind that give them."""
+"""Rows, gradient descent on them by hand, and distributed datasets of every kind that contain them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from tests.helpers.data import loader, py_dataset
 
 ROWS = 13
-BATCH = 4  # the last one has one row
+BATCH = 4  # the last batch has one row
 STEPS = 4
 LEARNING_RATE = 0.1
 
@@ -18,7 +18,7 @@ def rows():
 
 
 def by_hand(num_steps):
-    """The weights, after so many steps of gradient descent over the global batches; the losses."""
+    """Returns the weights after some steps of gradient descent over the global batches, and the losses."""
     x, y = rows()
     w, losses = np.zeros(3, "float32"), []
     for step in range(num_steps):
@@ -30,11 +30,11 @@ def by_hand(num_steps):
     return w, losses
 
 
-# What one can distribute ------------------------------------------------------------------------------------------
+# Distributed datasets ---------------------------------------------------------------------------------------
 
 
 def dataset_of(kind, s):
-    """The rows as a distributed dataset of some kind."""
+    """Returns the rows as a distributed dataset of the given kind."""
     x, y = rows()
     starts = range(0, ROWS, BATCH)
     batches = [(x[i : i + BATCH], y[i : i + BATCH]) for i in starts]
@@ -51,7 +51,7 @@ def dataset_of(kind, s):
     assert kind == "function"
 
     def dataset_fn(context):
-        # Per-replica batches: the halves or thirds of the global ones, in the order of the replicas.
+        # Per-replica batches: halves or thirds of the global batches, in the order of the replicas.
         parts = [np.array_split(np.arange(i, min(i + BATCH, ROWS)), s.num_replicas_in_sync) for i in starts]
         number = s.num_replicas_in_sync // context.num_input_pipelines
         first = context.input_pipeline_id * number
@@ -62,7 +62,7 @@ def dataset_of(kind, s):
 
 
 def still_reading(before):
-    """Returns the names of new threads that still read. They get a moment to end on a busy machine."""
+    """Returns names of prefetch threads that are not in `before` and do not end within 5 seconds."""
     import threading
 
     threads = [t for t in set(threading.enumerate()) - before if "prefetch" in t.name]

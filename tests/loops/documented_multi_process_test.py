@@ -1,4 +1,4 @@
-"""Sentences and examples from the docstrings of `tf.distribute` that no other test in this directory covers."""
+"""Parts of docstrings of `tf.distribute` that other tests in this directory do not cover."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.loops.clusters import (
     per_replica,
 )
 
-# Strategy -----------------------------------------------------------------------------------------------------
+# Strategy ---------------------------------------------------------------------------------------------------
 
 
 def in_worker_examples(num_replicas):
@@ -29,7 +29,7 @@ def in_worker_examples(num_replicas):
 
     @kdist.function
     def values_in_a_function():
-        # As in the docstring of `run`, made where the function is traced.
+        # As in the docstring of `run`, but created while the function is traced.
         numbers = s.experimental_distribute_values_from_function(
             lambda c: ops.ones(()) * c.num_replicas_in_sync
         )
@@ -46,9 +46,9 @@ def in_worker_examples(num_replicas):
     single = ops.reshape(ops.arange(6, dtype="int32"), (1, 2, 3))
     everywhere = s.experimental_distribute_values_from_function(lambda _: single)
     gathered = [s.gather(everywhere, axis=axis) for axis in (0, 1, 2)]
-    # The last batch of six rows: [0, 1, 2, 3] and [4, 5], and none for more replicas.
+    # Six rows: replica 0 has [0, 1, 2, 3], replica 1 has [4, 5], and other replicas have none.
     rows = per_replica(s, lambda i: np.arange(4 * i, min(4 * i + 4, 6), dtype="float32"))
-    # A variable is a single value, for all the replicas that it lies on.
+    # A variable is a single value for all of its replicas.
     with s.scope():
         v = keras.Variable(np.float32(4), trainable=False)
         assert kdist.get_strategy() is s
@@ -97,7 +97,7 @@ def test_one_device_takes_regular_tensors(backend):
     np.testing.assert_array_equal(gathered, same)
 
 
-# StrategyExtended and `merge_call` ------------------------------------------------------------------------------
+# StrategyExtended and `merge_call` --------------------------------------------------------------------------
 
 
 def in_worker_merge_and_update(num_replicas):
@@ -108,7 +108,7 @@ def in_worker_merge_and_update(num_replicas):
         variables = [keras.Variable(np.zeros(2, "float32"), trainable=False) for _ in range(3)]
 
     def step(x):
-        """As in the docstrings of `reduce_to`, `batch_reduce_to` and `update`."""
+        """Follows the docstrings of `reduce_to`, `batch_reduce_to` and `update`."""
 
         def merge_fn(merged, value, integer, *variables):
             extended = merged.extended
@@ -136,7 +136,7 @@ def in_worker_merge_and_update(num_replicas):
         x = per_replica(s, lambda i: np.array([i + 1, 10 * i], "float32"))
         if not uneven:
             found = s.run(step, args=(x,))
-        else:  # which makes JAX run the replicas one by one
+        else:  # different shapes, so JAX runs the replicas one by one
             other = per_replica(s, lambda i: np.ones(1 + i, "float32"))
             found = s.run(lambda x, other: step(x * other[0]), args=(x, other))
         results.append((local_results(s, found), [numpy_of(v.value) for v in variables]))
@@ -167,7 +167,7 @@ def in_worker_wrong_updates(num_replicas):
     parts = PerReplica([np.ones(2, "float32")] * 2)
     with pytest.raises(kdist.errors.InvalidArgumentError, match="one value per replica"):
         s.extended.update(v, lambda var, x: var.assign(x), args=(parts,))
-    # The backend's own error, which is raised before anything has changed.
+    # The backend raises its own error before anything changes.
     words = {"tensorflow": "unsupported type", "jax": "'PerReplica'", "torch": "Invalid dtype: object"}
     with pytest.raises((ValueError, TypeError), match=words[keras.backend.backend()]):
         v.assign(parts)
@@ -195,7 +195,7 @@ def test_updates_take_one_value_for_all_replicas(backend, num_workers, num_repli
             np.testing.assert_array_equal(value, [6, 6])
 
 
-# What TensorFlow has of its own ---------------------------------------------------------------------------------
+# Types that only TensorFlow has -----------------------------------------------------------------------------
 
 
 def in_worker_native_values(num_replicas):
@@ -245,7 +245,7 @@ def test_indexed_slices_and_composite_tensors(backend, num_workers, num_replicas
             np.testing.assert_array_equal(ragged, [i + 1, 2])
 
 
-# Shapes that must be equal ----------------------------------------------------------------------------------------
+# Shapes that must be equal ----------------------------------------------------------------------------------
 
 
 def in_worker_unequal_shapes(num_replicas):
@@ -258,7 +258,7 @@ def in_worker_unequal_shapes(num_replicas):
         (lambda x: kdist.get_replica_context().all_reduce("SUM", x), "sum", ("(2, 1)", "(2, 2)")),
     ):
         kind: type[Exception] = kdist.errors.WorkerMismatchError
-        if keras.backend.backend() == "tensorflow":  # whose collectives compare the shapes
+        if keras.backend.backend() == "tensorflow":  # TensorFlow's collectives compare the shapes
             import tensorflow as tf
 
             kind = tf.errors.InvalidArgumentError
@@ -274,7 +274,7 @@ def in_worker_unequal_shapes(num_replicas):
 @each_backend
 @pytest.mark.parametrize("num_replicas", [2, 3])
 def test_shapes_differ_along_the_axis_only(backend, num_replicas):
-    # Not in a kept pool: TensorFlow's collectives of these devices stay aborted, for whatever asks for one next.
+    # A kept pool would break: TensorFlow's collectives on these devices stay aborted for later tests.
     with start_pool(1, backend) as pool:
         assert pool.run(in_worker_unequal_shapes, num_replicas) == [num_replicas]
 
@@ -317,7 +317,8 @@ def in_worker_signature(num_replicas):
 def test_specs_of_elements_are_a_signature(backend, num_workers, num_replicas):
     everyone = on_workers(backend, num_workers, num_replicas, in_worker_signature)
     np.testing.assert_allclose(np.sum([found for found, _ in everyone], axis=0), [28 + 4, 63 + 3])
-    # Twice where TensorFlow makes variables in the first trace; not again for another number of rows.
+    # TensorFlow traces twice if it creates variables in the first trace.
+    # It does not trace again for another number of rows.
     assert all(first == last and first in (1, 2) for _, (first, last) in everyone)
 
 

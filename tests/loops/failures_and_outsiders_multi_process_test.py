@@ -1,4 +1,4 @@
-"""Variables that belong to no scope, functions that fail in the middle, and Python numbers of variables."""
+"""Variables outside of all scopes, functions that fail in the middle, and variables as Python numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import kdist
 from tests.helpers.processes import strategy
 from tests.loops.clusters import each_cluster, local_results, numpy_of, on_replicas, on_workers, per_replica
 
-# Variables that were created outside of the scope ----------------------------------------------------------------
+# Variables that were created outside of the scope -----------------------------------------------------------
 
 
 def in_worker_outsiders(num_replicas):
@@ -95,10 +95,10 @@ def in_worker_other_strategy(num_replicas):
 @pytest.mark.parametrize("backend", ["tensorflow"])
 def test_a_variable_of_another_strategy_is_named(backend, num_replicas):
     for text in on_replicas(backend, 1, num_replicas, in_worker_other_strategy):
-        assert "stranger" in text  # elsewhere there is one variable for all devices
+        assert "stranger" in text  # on other backends, there is one variable for all devices
 
 
-# Failures ---------------------------------------------------------------------------------------------------------
+# Failures ---------------------------------------------------------------------------------------------------
 
 
 def in_worker_failure(num_replicas):

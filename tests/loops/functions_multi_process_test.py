@@ -1,4 +1,4 @@
-"""`kdist.value_and_grad` and `kdist.function`, inside and outside of `run`; how often JAX compiles."""
+"""`kdist.value_and_grad` and `kdist.function` inside and outside of `run`, and the compilations of JAX."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import kdist
 from tests.helpers.processes import each_backend, run, strategy
 from tests.loops.clusters import each_cluster, each_cluster_of, number_of, numpy_of, on_workers, per_replica
 
-# value_and_grad -----------------------------------------------------------------------------------------------
+# value_and_grad ---------------------------------------------------------------------------------------------
 
 
 def in_worker_value_and_grad():
@@ -71,7 +71,7 @@ def test_value_and_grad_outside_of_run(backend):
     np.testing.assert_allclose(aux_of_v, [0, 0], atol=1e-6)
     np.testing.assert_allclose(compiled[0], loss)
     np.testing.assert_allclose(compiled[1], of_v)
-    # What the function writes is kept: three calls of the layer, two of the other.
+    # All writes are kept: the layer ran three times, and the counting function ran twice.
     assert counter == 2
     np.testing.assert_allclose(mean, np.array([2, 5]) * (1 - 0.5**3), rtol=1e-6)
     np.testing.assert_allclose(variance, 0.5**3 + np.array([1, 9]) * (1 - 0.5**3), rtol=1e-6)
@@ -134,7 +134,7 @@ def test_exceptions_in_losses_come_out(backend):
     assert run(backend, 1, in_worker_exceptions_in_losses, 2) == [2.0]
 
 
-# function -----------------------------------------------------------------------------------------------------
+# function ---------------------------------------------------------------------------------------------------
 
 JIT = {
     "tensorflow": {"jit_compile": True},
@@ -186,13 +186,13 @@ def in_worker_function(options):
 @each_backend
 def test_a_function_is_compiled_with_its_variables(backend):
     results, v, traced, jitted, scaled = run(backend, 1, in_worker_function, JIT[backend])[0]
-    # 3 is added to v before it is used: 4, 7, 10, 13, and 3 after it was set to 0.
+    # The function adds 3 to v before it uses v: v is 4, 7, 10, 13, and 3 after a reset to 0.
     factors = (4 * 2, 7 * 2, 10 * 2, 13 * 10, 3 * 2)
     for result, factor, more in zip(results, factors, (6, 7, 7, 7, 7), strict=True):
         np.testing.assert_allclose(result["x"], [factor, 2 * factor])
         assert result["more"][0] == more and result["more"][1] is None
     assert v == 3
-    # JAX compiles at the second call, and traces twice then; PyTorch runs the function as it is.
+    # JAX compiles in the second call, and traces twice in it; PyTorch runs the function as it is.
     assert traced == {"tensorflow": [1, 0], "jax": [3, 0], "torch": [2, 1]}[backend]
     np.testing.assert_allclose(jitted, [3, 6])
     np.testing.assert_allclose(scaled, [[2, 4], [5, 10]])
@@ -224,7 +224,7 @@ def in_worker_function_in_run(num_replicas, function):
 
     x = per_replica(s, lambda i: np.float32(i + 1))
     totals = [s.reduce("SUM", s.run(inner, args=(x,)), axis=None) for _ in range(4)]
-    if keras.backend.backend() == "tensorflow":  # which traces a function twice
+    if keras.backend.backend() == "tensorflow":  # TensorFlow traces a function twice
         assert len(calls) <= 2 * len(s.runtime.devices)
 
     @function
@@ -251,7 +251,7 @@ def check_function_in_run(backend, num_workers, num_replicas, function):
         assert v == 1 + 6 * total
 
 
-# How often JAX compiles ---------------------------------------------------------------------------------------
+# How often JAX compiles -------------------------------------------------------------------------------------
 
 
 def in_worker_traces(num_replicas):
@@ -313,7 +313,7 @@ def test_a_step_that_is_defined_anew_is_not_compiled_anew(backend, num_workers, 
 
 
 def in_worker_closures(num_replicas):
-    """What a function closes over may change; a program for the old value must not run then."""
+    """Changes the closure of a function between calls; a program for an old value must not run."""
     import keras
 
     s = strategy(num_replicas)

@@ -1,4 +1,4 @@
-"""Results have the types, dtypes and structures that stock `tf.distribute` returns: the same calls on both."""
+"""The same calls return the same types, dtypes and structures on kdist and on stock `tf.distribute`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _INTEGERS = ("uint8", "int32", "int64")
 
 
 def _described(value):
-    """A value as plain data that both libraries can be compared by."""
+    """Returns a value as plain data, so that tests can compare both libraries."""
     if type(value).__name__ == "PerReplica":
         return ["PerReplica", *map(_described, value.values)]
     if isinstance(value, dict):
@@ -115,7 +115,7 @@ def in_kdist():
 @each_backend
 def test_results_are_like_those_of_tf_distribute(backend):
     expected, errors, different = run_plain("tensorflow", in_stock_tensorflow)
-    if backend == "jax":  # computes in float32 unless the user sets jax_enable_x64, and compiles one program
+    if backend == "jax":  # JAX uses float32 unless users set jax_enable_x64, and compiles one program
         expected = _without_64_bits(expected)
         different = "int"
     found, found_errors, found_different = run(backend, 1, in_kdist)[0]

@@ -58,7 +58,7 @@ def test_parts_of_losses_add_up_to_the_mean_of_all_rows(backend, num_workers, nu
 
 
 class Taken(set):
-    """Simulates losses that are gone, and whose addresses the losses of other layers have taken."""
+    """A layer's set of addresses of deleted losses, where losses of other layers are now."""
 
     is_stale = True
 

@@ -1,4 +1,4 @@
-"""A worker that ends in the middle of a custom loop: the other worker names the lost worker."""
+"""If a worker exits in the middle of a custom loop, the error of the other worker names it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.processes import each_backend
 from tests.helpers.scripts import environments_of, local_addresses, started
 
-# As in `fit`; a busy machine takes some seconds more to print a traceback.
+# The limit is the same as for `fit`; a busy machine needs some more seconds to print a traceback.
 LIMIT = 25.0
 
 LOOP = """

@@ -1,4 +1,4 @@
-"""Metrics inside `Strategy.run` include the rows of all replicas."""
+"""Metrics inside `Strategy.run` cover the rows of all replicas."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_metrics_are_those_of_all_rows(backend, num_workers, num_replicas):
     predictions = random.rand(20, 1).astype("float32")
     labels = random.randint(0, 2, (20, 1)).astype("float32")
     weights = random.rand(20).astype("float32")
-    # Two batches of 8 and one of 4 rows: each replica's scalar counts once.
+    # There are two batches of 8 rows and one of 4 rows: each replica's scalar counts once.
     parts = [
         part
         for start in (0, 8, 16)
@@ -101,4 +101,4 @@ def in_worker_reset(num_replicas):
 def test_a_sum_may_be_set_in_a_replica(backend, num_workers, num_replicas):
     expected = sum(range(1, num_replicas + 1))
     for found in on_workers(backend, num_workers, num_replicas, in_worker_reset):
-        assert found == (expected, expected)  # as with `tf.distribute`: the sum of what the replicas assign
+        assert found == (expected, expected)  # as with `tf.distribute`, the sum of the assigned values

@@ -1,4 +1,4 @@
-"""`synchronization="on_read"`: a component for each replica; outside of replicas, what they aggregate to."""
+"""`synchronization="on_read"`: one component per replica, and the aggregated value outside of replicas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS = [
 
 
 def in_worker_on_read(num_replicas, rows):
-    """What replicas and the outside see after each of some writes, in and out of `run`."""
+    """Writes in and out of `run`; returns the values inside and outside of replicas after each write."""
     import keras
 
     s = strategy(num_replicas)
@@ -31,7 +31,7 @@ def in_worker_on_read(num_replicas, rows):
             )
             for how, d in KINDS
         ]
-    # Of equal shapes, or of a row more on each replica, which JAX does not compile.
+    # Shapes are equal, or each replica has one more row than the last, which JAX does not compile.
     numbers = per_replica(s, lambda i: np.full(2 + rows * i, i + 1, "float32"))
     seen = []
 
@@ -55,7 +55,7 @@ def in_worker_on_read(num_replicas, rows):
 
     def in_merge(x):
         def merge_fn(merged, number):
-            found = [v.value + 0 for v in variables]  # cross-replica context: what they aggregate to
+            found = [v.value + 0 for v in variables]  # aggregated values, in cross-replica context
             for v in variables:
                 v.assign(v + 6)
             return found
@@ -76,7 +76,7 @@ def in_worker_on_read(num_replicas, rows):
     run(lambda x: None)
     run(each(lambda v, x: v.assign(v + x)))
     for v in variables:
-        v.assign(v)  # the same value: each replica has its share of it again
+        v.assign(v)  # the same value, but each replica gets its share again
     run(lambda x: None)
 
     def failing(x):
@@ -93,7 +93,7 @@ def in_worker_on_read(num_replicas, rows):
 
 
 def shares(how, dtype, value, number):
-    """The components of a value that was assigned outside."""
+    """Returns the components of a value that was assigned outside of replicas."""
     if how != "sum":
         return [value] * number
     if dtype == "float32":
@@ -147,7 +147,7 @@ def test_each_replica_has_a_component(backend, num_workers, num_replicas, rows):
                 np.testing.assert_allclose(outside[index], total, rtol=1e-5, err_msg=where)
 
 
-# Models, metrics and files --------------------------------------------------------------------------------------
+# Models, metrics and files ----------------------------------------------------------------------------------
 
 
 def in_worker_model(num_replicas, path):
@@ -186,7 +186,7 @@ def in_worker_model(num_replicas, path):
     model.fit(x, x, batch_size=6, verbose=0)
     after_fit = float(rows)
     call()
-    # Every worker reads what it has written itself.
+    # Each worker reads the file that it wrote.
     file = f"{path}/{s.runtime.worker_index}.weights.h5"
     model.save_weights(file)
     rows.assign(0.0)
@@ -209,12 +209,12 @@ def test_components_and_fit_and_files(backend, num_workers, num_replicas, tmp_pa
         totals = [every, 2 * every + 78, every, 3 * every + 78]
         for ((component, result), total, mean), start, expected in zip(calls, starts, totals, strict=True):
             np.testing.assert_allclose(component, start + new[i], rtol=1e-6)
-            np.testing.assert_allclose(result, i + 1, rtol=1e-6)  # in a replica, of its own rows
+            np.testing.assert_allclose(result, i + 1, rtol=1e-6)  # of its own rows
             np.testing.assert_allclose(total, expected, rtol=1e-6)
             np.testing.assert_allclose(mean, (number + 1) / 2, rtol=1e-6)
 
 
-# Branches ---------------------------------------------------------------------------------------------------------
+# Branches ---------------------------------------------------------------------------------------------------
 
 
 def in_worker_branches(num_replicas):
@@ -244,7 +244,7 @@ def in_worker_branches(num_replicas):
     for x in values:
         compiled(x)
         found.append((float(added), float(on_read)))
-    if keras.backend.backend() != "torch":  # where a branch is a branch of Python's
+    if keras.backend.backend() != "torch":  # on PyTorch, a branch is plain Python
         with pytest.raises(kdist.errors.InvalidArgumentError, match="in a branch"):
             kdist.function(lambda x: s.run(set_in_branch, args=(x,)))(values[0])
     return [found] * len(s.runtime.devices)

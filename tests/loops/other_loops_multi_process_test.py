@@ -1,4 +1,4 @@
-"""Loops that are not supervised learning step by step: reinforcement, accumulation, uneven and changing calls."""
+"""Other loops than supervised learning: reinforcement, accumulation, and calls that vary."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import kdist
 from tests.helpers.processes import strategy
 from tests.loops.clusters import each_cluster, number_of, numpy_of, on_workers, per_replica
 
-# Reinforcement learning: act on all replicas, learn from what came of it -----------------------------------------
+# Reinforcement learning: act on all replicas, then learn from the rewards -----------------------------------
 
 PLAYS, ROUNDS, RATE = 12, 4, 0.3
 START = np.array([[0.1, -0.2], [0.3, 0.0]])
 
 
 def play(logits, observations, chance):
-    """An environment on the host: the chance decides the action, and action 1 pays the first observation."""
+    """Simulates an environment: chance selects the action, and action 1 pays the first observation."""
     shifted = logits - logits.max(1, keepdims=True)
     probability = np.exp(shifted[:, 1]) / np.exp(shifted).sum(1)
     actions = (chance < probability).astype("int32")
@@ -57,7 +57,7 @@ def in_worker_reinforcement(num_replicas, observations, chances):
     for number, (observed, chance) in enumerate(zip(observations, chances, strict=True), start=1):
         actions, advantages = play(numpy_of(act(share(observed))), observed, chance)
         taken.append(actions)
-        for _ in range(number):  # more steps from round to round
+        for _ in range(number):  # each round has more steps
             learn(share(observed), share(actions), share(advantages))
     return taken, numpy_of(policy.get_weights()[0]), number_of(optimizer.iterations)
 
@@ -88,11 +88,11 @@ def test_a_reinforcement_loop_acts_and_learns(backend, num_workers, num_replicas
         assert steps == 1 + 2 + 3 + 4
 
 
-# Gradients over several calls --------------------------------------------------------------------------------------
+# Gradients over several calls -------------------------------------------------------------------------------
 
 X = np.random.RandomState(6).randn(24, 2).astype("float32")
 Y = np.random.RandomState(7).randn(24, 1).astype("float32")
-MICRO = 8  # rows of a batch, which 3 replicas do not divide
+MICRO = 8  # rows per batch, not divisible by 3 replicas
 
 
 def in_worker_accumulation(num_replicas):
@@ -124,7 +124,7 @@ def in_worker_accumulation(num_replicas):
     def apply(totals):
         optimizers[0].apply(totals, models[0].trainable_variables)
 
-    def keep(batch):  # in variables: already summed over the replicas when `run` ends
+    def keep(batch):  # the variables contain sums over the replicas when `run` ends
         for variable, gradient in zip(kept, gradients_of(models[1], batch), strict=True):
             variable.assign_add(gradient)
 
@@ -163,18 +163,18 @@ def test_gradients_accumulate_over_several_calls(backend, num_workers, num_repli
             np.testing.assert_allclose(variable, 0, atol=1e-6)
 
 
-# Models that change between calls ----------------------------------------------------------------------------------
+# Models that change between calls ---------------------------------------------------------------------------
 
 
 def in_worker_between_calls(num_replicas):
-    """Custom steps, `fit`, `set_weights` and other sizes of batches, on one model."""
+    """Mixes custom steps, `fit` and `set_weights` on one model; returns weights and predictions."""
     import keras
 
     s = strategy(num_replicas)
     with s.scope():
         model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(1, use_bias=False)])
         optimizer = keras.optimizers.SGD(0.1)
-        model.compile(optimizer=keras.optimizers.SGD(0.3), loss="mse")  # of 6 rows: Σ w² / 6
+        model.compile(optimizer=keras.optimizers.SGD(0.3), loss="mse")  # for 6 rows, the loss is Σ w² / 6
     x, y = np.eye(6, dtype="float32"), np.zeros((6, 1), "float32")
 
     def step(x):
@@ -205,7 +205,7 @@ def in_worker_between_calls(num_replicas):
 
 @each_cluster
 def test_custom_steps_and_fit_share_a_model(backend, num_workers, num_replicas):
-    # Each step with rate r multiplies all weights with 1 - r, of loss Σ w² / 2.
+    # The loss is Σ w² / 2, so each step with rate r multiplies all weights by 1 - r.
     start, again = np.arange(1.0, 7), np.arange(3.0, 9)
     expected = [start * 0.9**2, start * 0.9**3, start * 0.9**5, again * 0.9**2, again * 0.9**2 * 0.8**2]
     expected.append(expected[-1])

@@ -1,4 +1,4 @@
-"""Reading inside compiled functions: how often it is traced, what it keeps, and what it refuses."""
+"""Reading from datasets inside compiled functions: the number of traces, the memory, and the errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.helpers.processes import strategy
 from tests.loops.clusters import each_cluster, each_cluster_of, on_workers
 from tests.loops.datasets import BATCH, STEPS, dataset_of, rows, still_reading
 
-# Iterators of one dataset share what is compiled ------------------------------------------------------------------
+# Iterators of one dataset share compiled functions ----------------------------------------------------------
 
 
 def in_worker_traces(num_replicas):
@@ -91,7 +91,7 @@ def test_a_pipeline_says_which_lengths_differ(backend, num_workers, num_replicas
         np.testing.assert_array_equal(found, [1 + 4 + 9 + 16, 25 + 36 + 49 + 64])
 
 
-# What cannot be -----------------------------------------------------------------------------------------------------
+# Errors -----------------------------------------------------------------------------------------------------
 
 
 def in_worker_refusals(num_replicas):
@@ -160,7 +160,7 @@ def test_an_error_in_the_data_comes_out(backend, num_workers, num_replicas):
     assert all(on_workers(backend, num_workers, num_replicas, in_worker_failing_dataset))
 
 
-# Corners ----------------------------------------------------------------------------------------------------------
+# Corners ----------------------------------------------------------------------------------------------------
 
 
 def in_worker_corners(num_replicas):
@@ -180,7 +180,7 @@ def in_worker_corners(num_replicas):
     def total(batch):
         return s.reduce("SUM", s.run(keras.ops.sum, args=(batch,)), axis=None)
 
-    # A branch that the first call has not taken reads, deep inside.
+    # The first call does not take the branch that reads the dataset.
     weight = keras.Variable(1.0)
     iterator = iter(s.experimental_distribute_dataset([np.full((4, 1), n, "float32") for n in (1, 2, 3)]))
 
@@ -191,12 +191,12 @@ def in_worker_corners(num_replicas):
 
         return kdist.value_and_grad(loss, [weight])()[0]
 
-    if not on_tensorflow:  # where a tape cannot look through a `run`
+    if not on_tensorflow:  # a TensorFlow tape cannot look into a `run`
         assert [float(late(reads)) for reads in (False, True, True)] == [1, 4, 8]
-    # In a replica there is no next batch of all.
+    # A replica cannot read the next global batch.
     with pytest.raises(kdist.errors.StrategyScopeError, match="inside a replica"):
         s.run(lambda: keras.ops.sum(s.experimental_local_results(next(iterator))[0]))
-    # An iterator that has ended, first seen by a function that was compiled for another one.
+    # The first call of a function receives an iterator that has already ended.
     short = s.experimental_distribute_dataset([np.ones((4, 1), "float32")])
 
     @kdist.function
@@ -214,7 +214,7 @@ def in_worker_corners(num_replicas):
         for _ in ended:
             raise AssertionError
     assert float(step(iter(short))) == 4
-    # Nothing is left of what has gone.
+    # Nothing keeps a deleted dataset, or its threads.
     dataset = s.experimental_distribute_dataset(lambda: (np.ones((4, 1), "float32") for _ in range(99)))
 
     @kdist.function
@@ -231,7 +231,7 @@ def in_worker_corners(num_replicas):
     del dataset, first
     gc.collect()
     if on_tensorflow and s.runtime.num_workers > 1:
-        return []  # TensorFlow holds every graph that reduces over workers, and that the iterator that was left
+        return []  # TensorFlow keeps graphs that reduce over workers, and so the unfinished iterator
     assert gone() is None
     return still_reading(before)
 

@@ -1,4 +1,4 @@
-"""`Strategy.reduce` and `Strategy.gather`: from one value a replica to one for all."""
+"""`Strategy.reduce` and `Strategy.gather` turn one value per replica into one value for all replicas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import kdist
 from tests.helpers.processes import start_pool, strategy
 from tests.loops.clusters import each_cluster, each_cluster_of, numpy_of, on_workers, per_replica
 
-# Reduce -------------------------------------------------------------------------------------------------------
+# Reduce -----------------------------------------------------------------------------------------------------
 
 
 def in_worker_reduce(num_replicas):
@@ -94,7 +94,7 @@ def in_worker_plain_values(num_replicas):
         s.reduce("MEAN", {"a": [3.0]}, axis=None)["a"][0],
     ]
     if one_replica_a_worker:
-        # It cannot be distinguished from a result of `run`.
+        # The strategy cannot distinguish this value from a result of `run`.
         assert float(s.reduce("SUM", 3.0, axis=None)) == 3 * num_replicas
     else:
         for value in (3.0, np.ones(2, "float32"), {"a": np.float32(1)}):
@@ -112,7 +112,7 @@ def test_the_mean_of_a_plain_value_is_the_value(backend, num_workers, num_replic
 
 
 def in_worker_numbers():
-    """In the second batch, the last replica of the second worker has 1 row. All other replicas have 2 rows."""
+    """Reduces the number of rows; in the second batch, one replica has 1 row, and the others have 2 rows."""
     s = kdist.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"])
     found = []
     for batch in s.experimental_distribute_dataset([np.ones((rows, 1), "float32") for rows in (8, 7)]):
@@ -122,7 +122,7 @@ def in_worker_numbers():
 
 
 def small_sums(s):
-    """Sums of int8 and Booleans over the replicas, in a function for all replicas of a worker."""
+    """Returns dtypes and values of sums of int8 and Booleans over the replicas, from a merge call."""
     import keras
 
     def fn():
@@ -158,7 +158,7 @@ def in_worker_wrong_reductions(num_replicas):
     with pytest.raises(wrong, match="axis"):
         s.gather(vectors, axis=None)
     if len(s.runtime.devices) > 1:
-        # Rows of a short last batch: [1, 1] and [1] must not be added as if the one row were two.
+        # If a short last batch has the rows [1, 1] and [1], the sum must not count the single row twice.
         uneven = per_replica(s, lambda i: np.ones(1 if i else 2, "float32"))
         for op in ("SUM", "MEAN"):
             with pytest.raises(wrong, match="axis=0"):
@@ -180,7 +180,7 @@ def test_wrong_reductions_are_refused(backend, num_workers, num_replicas):
     assert all(on_workers(backend, num_workers, num_replicas, in_worker_wrong_reductions))
 
 
-# Gather -------------------------------------------------------------------------------------------------------
+# Gather -----------------------------------------------------------------------------------------------------
 
 
 def part_of(i, shape, dtype):
@@ -246,7 +246,7 @@ def in_worker_gather_strings(num_replicas):
     return found
 
 
-@each_cluster_of("tensorflow")  # the others have no strings
+@each_cluster_of("tensorflow")  # other backends have no strings
 def test_gather_concatenates_strings(backend, num_workers, num_replicas):
     words = [text.encode() for i in range(num_replicas) for text in [f"{i}é", "b" * i][: 2 - i % 2]]
     for found in on_workers(backend, num_workers, num_replicas, in_worker_gather_strings):

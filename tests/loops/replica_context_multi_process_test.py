@@ -9,7 +9,7 @@ import kdist
 from tests.helpers.processes import run, strategy
 from tests.loops.clusters import each_cluster, local_results, numpy_of, on_replicas, on_workers, per_replica
 
-# Collectives --------------------------------------------------------------------------------------------------
+# Collectives ------------------------------------------------------------------------------------------------
 
 
 def in_worker_all_reduce(num_replicas):
@@ -113,11 +113,11 @@ def test_all_gather_gives_every_replica_all_rows(backend, num_workers, num_repli
         assert uneven["total"] == num_replicas
 
 
-# Their gradients ----------------------------------------------------------------------------------------------
+# Their gradients --------------------------------------------------------------------------------------------
 
 
 def in_worker_gradients(num_replicas, extra_rows):
-    """Each replica differentiates its own loss; `v` is one variable, and c, k, w are the replica's numbers."""
+    """Returns each replica's losses and gradients; `v` is one variable, but c, k, w differ per replica."""
     import keras
 
     s = strategy(num_replicas)
@@ -176,7 +176,7 @@ def test_gradients_are_the_sums_of_what_all_replicas_pass_back(
             "sum": (k[i] * s, c[i] * k.sum()),
             "square": (k[i] * s**2, c[i] * (2 * k * s).sum()),
             "mean": (k[i] * s / num_replicas, c[i] * k.sum() / num_replicas),
-            # y_i = k_i Σ_j k_j s: what arrives at the inner sum at j is k_j Σ_i k_i.
+            # y_i = k_i Σ_j k_j s, so the gradient of the inner sum on replica j is k_j Σ_i k_i.
             "both": (k[i] * k.sum() * s, c[i] * (k * k.sum()).sum()),
             "local too": (k[i] * s + v, c[i] * k.sum() + 1),
             "gather": ((w[i] * everything * v).sum(), (rows[i] * mine.sum(0)).sum()),
@@ -187,7 +187,7 @@ def test_gradients_are_the_sums_of_what_all_replicas_pass_back(
             np.testing.assert_allclose(values, expected[name.removesuffix(" compiled")], rtol=1e-5)
 
 
-# merge_call ---------------------------------------------------------------------------------------------------
+# merge_call -------------------------------------------------------------------------------------------------
 
 
 def in_worker_merge(num_replicas):
@@ -227,7 +227,7 @@ def in_worker_merge(num_replicas):
 
     x = per_replica(s, lambda i: np.float32(i + 1))
     results = s.run(fn, args=(x,))
-    if keras.backend.backend() != "jax":  # which calls it while it traces
+    if keras.backend.backend() != "jax":  # JAX calls `merge_fn` while it traces
         assert len(calls) == 1
     assert {*calls} == {"n"}
     return [(part, numpy_of(variable.value)) for part in local_results(s, results)]
@@ -278,7 +278,7 @@ def test_errors_in_merge_call_come_out(backend, num_workers, num_replicas):
         assert total == num_replicas
 
 
-# Wrong uses ---------------------------------------------------------------------------------------------------
+# Wrong uses -------------------------------------------------------------------------------------------------
 
 
 def in_worker_wrong_uses(num_replicas):
@@ -336,7 +336,7 @@ def in_worker_different_collectives(num_replicas):
     return True
 
 
-# TensorFlow does not see it, and on JAX replicas cannot differ
+# TensorFlow does not detect the difference, and on JAX, replicas cannot differ.
 @pytest.mark.parametrize("num_replicas", [2, 3])
 def test_replicas_meet_in_the_same_collectives(num_replicas):
     assert run("torch", 1, in_worker_different_collectives, num_replicas)[0]

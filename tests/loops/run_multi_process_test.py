@@ -11,7 +11,7 @@ import kdist
 from tests.helpers.processes import each_backend, run, strategy
 from tests.loops.clusters import each_cluster, local_results, numpy_of, on_replicas, on_workers, per_replica
 
-# Arguments and results ----------------------------------------------------------------------------------------
+# Arguments and results --------------------------------------------------------------------------------------
 
 
 def in_worker_arguments(num_replicas):
@@ -78,7 +78,7 @@ def in_worker_types(num_replicas):
 def test_a_result_has_one_component_a_local_replica(backend, num_workers, num_replicas):
     for devices in on_workers(backend, num_workers, num_replicas, in_worker_types):
         assert len(devices) == num_replicas // num_workers
-        if backend != "torch":  # which has one CPU
+        if backend != "torch":  # PyTorch has one CPU device
             assert len(set(devices)) == len(devices), "each component lies on the device of its replica"
 
 
@@ -114,7 +114,7 @@ def in_worker_datasets(num_replicas, batch_sizes):
 
 @each_cluster
 def test_datasets_give_each_replica_its_rows(backend, num_workers, num_replicas):
-    sizes = (6, 6, 5)  # the last one is divided by none of the clusters
+    sizes = (6, 6, 5)  # no number of replicas divides the last size
     for found, own in on_workers(backend, num_workers, num_replicas, in_worker_datasets, sizes):
         expected = np.arange(51, dtype="float32").reshape(-1, 3).sum(1) * 2
         np.testing.assert_array_equal(np.concatenate(found), expected)
@@ -125,7 +125,7 @@ def test_datasets_give_each_replica_its_rows(backend, num_workers, num_replicas)
             assert np.concatenate(own)[:6].tolist() == [0, 0, 3, 3, 6, 6]
 
 
-# The context of a replica -------------------------------------------------------------------------------------
+# The context of a replica -----------------------------------------------------------------------------------
 
 
 def in_worker_context(num_replicas):
@@ -153,7 +153,7 @@ def in_worker_context(num_replicas):
     assert outside.strategy is kdist.get_strategy() is not s
     s.run(fn)
     assert {name for names in seen for name in names} == set(s.runtime.devices)
-    if keras.backend.backend() != "jax":  # where one program runs on all devices
+    if keras.backend.backend() != "jax":  # on JAX, one program runs on all devices
         assert seen == [(name,) for name in s.runtime.devices] * 2
     return [int(part) for part in local_results(s, ids)]
 
@@ -163,7 +163,7 @@ def test_a_replica_knows_where_it_runs(backend, num_workers, num_replicas):
     assert on_replicas(backend, num_workers, num_replicas, in_worker_context) == [*range(num_replicas)]
 
 
-# Errors -------------------------------------------------------------------------------------------------------
+# Errors -----------------------------------------------------------------------------------------------------
 
 
 def in_worker_nested(num_replicas):
@@ -189,7 +189,7 @@ def test_what_speaks_for_all_replicas_is_refused_inside_of_one(backend, num_work
 
 
 class Strange(Exception):
-    """A user's exception with a constructor that other code cannot call."""
+    """A user's exception, whose constructor needs two arguments."""
 
     def __init__(self, first, second):
         super().__init__(f"{first} and {second}")
@@ -260,7 +260,7 @@ def in_worker_different_structures(num_replicas):
 
 @pytest.mark.parametrize("num_replicas", [2, 3])
 @pytest.mark.parametrize(
-    "backend",  # on JAX one program for all replicas cannot return different structures
+    "backend",  # on JAX, one program for all replicas cannot return different structures
     ["tensorflow", "torch"],
 )
 def test_replicas_return_the_same_structure(backend, num_replicas):
@@ -286,7 +286,7 @@ def in_worker_wrong_arguments(num_replicas):
         for number in (1, len(s.runtime.devices) + 1):
             with pytest.raises(wrong, match="one component per replica"):
                 s.run(lambda x: x, args=(kdist.DistributedValues([np.ones(2, "float32")] * number),))
-    # A list is as good as a tuple, and options are hints.
+    # `args` can also be a list, and options are hints.
     options = kdist.RunOptions(experimental_enable_dynamic_batch_size=False)
     return local_results(s, s.run(lambda x, y: x + y, [x], {"y": 1.0}, options))
 
@@ -297,7 +297,7 @@ def test_wrong_arguments_are_refused(backend, num_workers, num_replicas):
         np.testing.assert_array_equal(result, [2, 2])
 
 
-# The default strategy -----------------------------------------------------------------------------------------
+# The default strategy ---------------------------------------------------------------------------------------
 
 
 def in_worker_default():
@@ -351,7 +351,7 @@ def add(value):
 
 
 def in_worker_other_objects(num_replicas):
-    """What the global names of a function mean when it runs counts, also once they mean something else."""
+    """Changes global names of a function between calls; returns results and the number of later traces."""
     import keras
 
     names = {"__name__": "a_notebook", "keep": types.SimpleNamespace(numpy=None)}
@@ -376,7 +376,7 @@ def in_worker_other_objects(num_replicas):
 @each_cluster
 def test_a_function_works_on_what_its_names_mean_now(backend, num_workers, num_replicas):
     for found, traces in run(backend, num_workers, in_worker_other_objects, num_replicas):
-        # What it counts itself, and names of attributes, are no reasons to compile it again.
+        # JAX does not recompile it for its own counter, or for a name that it uses only as an attribute.
         assert traces == (0 if backend == "jax" else 3 * num_replicas // num_workers)
         assert found == [
             (102.0, [1.0, 10.0, 20.0]),

@@ -1,4 +1,4 @@
-"""State inside `Strategy.run`: variables, layers that are built there, random numbers, statistics, metrics."""
+"""State inside `Strategy.run`: variables, building of layers, random numbers, statistics, metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.loops.clusters import (
     per_replica,
 )
 
-# Variables ----------------------------------------------------------------------------------------------------
+# Variables --------------------------------------------------------------------------------------------------
 
 AGGREGATIONS = ("sum", "mean", "only_first_replica", "none")
 
@@ -79,7 +79,7 @@ def in_worker_mean_of_integers(num_replicas):
 
     s = strategy(num_replicas)
     with pytest.raises(ValueError, match=r"(?i)aggregation=.?mean.*floating"):
-        with s.scope():  # TensorFlow refuses it here
+        with s.scope():  # TensorFlow raises the error here
             counter = keras.Variable(1, dtype="int32", trainable=False, aggregation="mean")
         s.run(lambda: counter.assign_add(2))
     return True
@@ -99,7 +99,7 @@ def in_worker_more_writes(num_replicas):
         half = keras.Variable(np.float32(1), dtype="float16", trainable=False, aggregation="sum")
         total = keras.Variable(np.zeros((), "float32"), trainable=False, aggregation="sum")
         twice = keras.Variable(np.float32(3), trainable=False, aggregation="mean")
-    outside = keras.Variable(np.float32(10), trainable=False)  # created in no scope
+    outside = keras.Variable(np.float32(10), trainable=False)  # created outside of all scopes
     made = {}
 
     def fn(number):
@@ -116,7 +116,7 @@ def in_worker_more_writes(num_replicas):
 
     own = s.run(fn, args=(per_replica(s, np.float32),))
     between = [numpy_of(v.value) for v in (flag, half, total, twice, outside, made["lazy"])]
-    twice.assign(1.0)  # outside of run, as ever
+    twice.assign(1.0)  # outside of run
     outside.assign(keras.ops.zeros(()))
     s.run(fn, args=(per_replica(s, np.float32),))
     after = [numpy_of(v.value) for v in (half, twice, outside, made["lazy"])]
@@ -141,7 +141,7 @@ def test_variables_of_all_kinds_can_be_written(backend, num_workers, num_replica
 
 
 def in_worker_kept_values(num_replicas):
-    """What JAX gives away is immutable, though the variables' buffers are used again."""
+    """Keeps variables' values while JAX reuses the buffers; returns each value with its step."""
     import keras
 
     s = strategy(num_replicas)
@@ -165,7 +165,7 @@ def in_worker_kept_values(num_replicas):
     return [(numpy_of(value), step) for value, step in kept]
 
 
-@each_cluster_of("jax")  # elsewhere the value of a variable is what changes
+@each_cluster_of("jax")  # on other backends, kept values change with the variable
 def test_values_that_were_taken_stay_what_they_were(backend, num_workers, num_replicas):
     for kept in on_workers(backend, num_workers, num_replicas, in_worker_kept_values):
         assert len(kept) == 16
@@ -173,7 +173,7 @@ def test_values_that_were_taken_stay_what_they_were(backend, num_workers, num_re
             np.testing.assert_array_equal(value, np.arange(4) + step)
 
 
-# Layers -------------------------------------------------------------------------------------------------------
+# Layers -----------------------------------------------------------------------------------------------------
 
 
 def in_worker_lazy_layers(num_replicas):
@@ -257,7 +257,7 @@ def test_replicas_draw_different_random_numbers(backend, num_workers, num_replic
         np.testing.assert_array_equal(calls[0]["unseeded"], repeated[0]["unseeded"])
 
 
-# Batch normalization ------------------------------------------------------------------------------------------
+# Batch normalization ----------------------------------------------------------------------------------------
 
 ROWS = np.random.RandomState(0).randn(12, 2) * 2 + 3
 OTHER = np.random.RandomState(1).randn(12, 2)
@@ -293,7 +293,7 @@ def in_worker_batch_normalization(num_replicas, synchronized):
 
 
 def normalize_by_hand(x, other, weights):
-    """Outputs, statistics and gradients (gamma, beta, scale) of one normalized batch."""
+    """Returns outputs, statistics and gradients (gamma, beta, scale) of one normalized batch."""
     mean, variance = x.mean(0), x.var(0)
     deviation = np.sqrt(variance + EPSILON)
     y = (x - mean) / deviation

@@ -20,7 +20,7 @@ def guide_data():
 
 
 def guide_by_hand():
-    """Logistic regression with weight `a` and bias `b`, in NumPy: the losses, then a and b."""
+    """Computes logistic regression in NumPy; returns the losses, the weight `a` and the bias `b`."""
     x, y = (array.astype("float64")[:, 0] for array in guide_data())
     a, b, losses = 0.5, -0.25, []
     for start in range(0, len(x), BATCH):
@@ -156,7 +156,7 @@ def test_backward_gives_them_too(backend, num_workers, num_replicas):
     check_guide(on_workers(backend, num_workers, num_replicas, in_worker_guide, backward_step, eager))
 
 
-# Optimizers: against Keras's own loop on one device --------------------------------------------------------------
+# Optimizers, compared with Keras's own loop on one device ---------------------------------------------------
 
 
 def optimizers():
@@ -174,7 +174,7 @@ def optimizers():
     }
 
 
-_alone: dict = {}  # in a worker: what does not depend on the number of replicas
+_alone: dict = {}  # in a worker, results that do not depend on the number of replicas
 
 
 def in_worker_optimizers(num_replicas, names):
@@ -208,7 +208,7 @@ def in_worker_optimizers(num_replicas, names):
 
             def loss_fn():
                 errors = keras.ops.square(model(features, training=True) - labels)
-                # The mean over 2 outputs and 12 rows; the penalty once, not once per replica.
+                # The mean is over 2 outputs and 12 rows. The sum over replicas contains the penalty once.
                 loss = keras.ops.sum(errors) / 24 + sum(model.losses) / num_replicas
                 return optimizer.scale_loss(loss), loss
 
@@ -275,11 +275,11 @@ def test_the_sum_of_mean_losses_is_their_mean(backend, num_workers, num_replicas
         assert outside == 9
 
 
-# Other loops ----------------------------------------------------------------------------------------------------
+# Other loops ------------------------------------------------------------------------------------------------
 
 
 def in_worker_gan(num_replicas, real, noise):
-    """Generator a z + b and discriminator d x + c; two steps of the latter for each of the former."""
+    """Trains generator a z + b and discriminator d x + c, with two discriminator steps per generator step."""
     import keras
 
     s = strategy(num_replicas)
@@ -354,7 +354,7 @@ def gan_by_hand(real, noise):
 @each_cluster
 def test_a_gan_with_two_steps_of_one_model_for_each_of_the_other(backend, num_workers, num_replicas):
     random = np.random.RandomState(4)
-    real = (random.randn(12, 8, 1) + 2).astype("float32")  # batches that 3 replicas do not divide
+    real = (random.randn(12, 8, 1) + 2).astype("float32")  # 3 replicas do not divide these batches
     noise = random.randn(12, 8, 1).astype("float32")
     losses, weights = gan_by_hand(real, noise)
     for found, found_weights, counts in on_workers(

@@ -48,15 +48,13 @@ def said() -> Any:
     found += [str(one.message) for one in caught if SAYS in str(one.message)]
 
 
+def _add(layer: Any, loss: Any) -> None:
+    layer.add_loss(loss)
+
+
 def numbers(model: Any, *histories: Any) -> dict[str, Any]:
     logs = {f"{i} {name}": values for i, log in enumerate(histories) for name, values in log.items()}
     return logs | {weight.path: np.array(weight) for weight in model.weights}
-
-
-def _add_sum(layer: Any, inputs: Any) -> None:
-    from keras import ops
-
-    layer.add_loss(ops.sum(ops.square(inputs)) * 0.01)
 
 
 def sums(under_strategy: bool) -> Any:
@@ -79,7 +77,7 @@ def sums(under_strategy: bool) -> Any:
 
     class Summed(keras.layers.Layer):
         def call(self, inputs: Any) -> Any:
-            _add_sum(self, inputs)
+            _add(self, ops.sum(ops.square(inputs)) * 0.01)
             return inputs
 
     class Folds(keras.layers.Layer):  # calls a layer with two rows per row of the batch
@@ -126,14 +124,11 @@ def sums(under_strategy: bool) -> Any:
         )
     values, y, weights = data()
     arrays = {"x": values, "y": dict.fromkeys("abcde", y), "sample_weight": dict.fromkeys("abcde", weights)}
+    options = {**arrays, "batch_size": 4, "verbose": 0}
     with said() as warned:
-        logs = [
-            model.fit(
-                **arrays, validation_data=tuple(arrays.values()), batch_size=4, epochs=2, verbose=0
-            ).history,
-            model.evaluate(**arrays, batch_size=4, verbose=0, return_dict=True),
-        ]
-    return numbers(model, *logs), warned
+        history = model.fit(**options, validation_data=tuple(arrays.values()), epochs=2).history
+        logs = model.evaluate(**options, return_dict=True)
+    return numbers(model, history, logs), warned
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The data adapter that Keras's iterator reads kdist's batches from."""
+"""The data adapter through which Keras's iterator reads kdist's batches."""
 
 from __future__ import annotations
 

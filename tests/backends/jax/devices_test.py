@@ -1,4 +1,4 @@
-"""Devices, and the state of the generator that shuffles."""
+"""Devices, and the state of the generator that shuffles rows."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_each_worker_opens_its_own_gpus_alone() -> None:
 def test_random_state_travels() -> None:
     backend = get_backend()
     np.random.seed(1)
-    np.random.randn(3)  # leaves a Gaussian waiting
+    np.random.randn(3)  # caches one more Gaussian number
     state = backend.random_state()
     first = (np.random.randn(), np.random.permutation(20))
     np.random.seed(2)
@@ -71,7 +71,7 @@ def test_random_state_travels() -> None:
 
 
 class Core:
-    """A TPU core as JAX describes it."""
+    """Describes a TPU core with JAX's attributes."""
 
     platform = "tpu"
     core_on_chip = 0
@@ -85,13 +85,13 @@ class Core:
 
 
 def _cores(kind: str, width: int, depth: int, first: tuple[int, int, int] = (0, 0, 0)) -> list[Core]:
-    """A host's cores, x fastest, as JAX lists them."""
+    """Returns a host's cores in JAX's order: x varies fastest."""
     places = [(first[0] + x, first[1] + y, first[2]) for y in range(depth) for x in range(width)]
     return [Core(kind, index, place) for index, place in enumerate(places)]
 
 
 def _runtime_devices(monkeypatch: pytest.MonkeyPatch, cores: list[Core], topology: Topology) -> list[Core]:
-    """The cores in the order in which a strategy's mesh would have them."""
+    """Returns the cores in the order of a strategy's mesh."""
     created: list[Topology] = []
     monkeypatch.setattr(jax_devices, "local_devices", lambda kind: cores if kind == "tpu" else [])
     monkeypatch.setattr(jax_backend.workers, "join", lambda devices, cluster, options: None)
@@ -125,7 +125,7 @@ def test_each_group_of_an_axis_is_a_block_of_linked_tpu_cores(monkeypatch: pytes
     ordered = _runtime_devices(monkeypatch, cores, Topology((), storage=storage))
     for group in (ordered[:4], ordered[4:]):
         assert all(_hops(one, other) == 1 for one, other in itertools.pairwise(group))
-    # The second host of a v4 slice: its cores do not begin at the origin.
+    # The cores of the second host of a v4 slice do not begin at the origin.
     cores = _cores("TPU v4", 2, 2, (0, 0, 1))
     storage = Sharded({"batch": 2, "model": 2}, "batch", layout)
     ordered = _runtime_devices(monkeypatch, cores, Topology((), storage=storage))

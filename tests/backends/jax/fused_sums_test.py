@@ -1,4 +1,4 @@
-"""Steps on the rows of each device give the numbers of the global batch, with few collectives."""
+"""Steps on the rows of each device give the results of the global batch, with few collectives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROWS = 18
 
 
 def _sums(step: Callable[..., Any], state: Any, *batches: Any) -> tuple[Any, list[int]]:
-    """Returns the results of a step on rows, and the number of elements of each sum."""
+    """Returns the results of a step on rows, and the number of elements in each sum."""
     mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("batch",))
     sizes = []
 
@@ -43,7 +43,7 @@ def _sums(step: Callable[..., Any], state: Any, *batches: Any) -> tuple[Any, lis
 
 
 def _check(function: Callable[..., Any], *arrays: Any, sums: int | None = 1) -> None:
-    """Compares a function of a weight and a global batch with its result without devices."""
+    """Compares the result of a function on the rows of each device with its result on the global batch."""
     weight = np.random.default_rng(1).normal(size=(6, 6)).astype("float32")
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
@@ -71,7 +71,7 @@ def _mean_of_squares(value: Any) -> Any:
     return (value * jnp.arange(value.size).reshape(value.shape)).sum()
 
 
-# Each function weighs all elements of its result differently, so that swapped rows show.
+# The loss weights all elements of a result differently, so that swapped rows change it.
 FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "product": lambda w, x: x @ w,
     "product_on_the_right": lambda w, x: w @ x.T,
@@ -131,7 +131,7 @@ def test_convolutions_and_windows(strides: int, padding: str) -> None:
 
 def test_sums_wait_for_each_other_only_where_they_must() -> None:
     def function(w: Any, x: Any) -> Any:
-        mean = x.mean(0)  # first sum, together with the other sum that depends on nothing
+        mean = x.mean(0)  # first sum, together with the other independent sum
         return (jnp.square(x - mean) @ w).sum(0), jnp.abs(x).sum()
 
     _check(function, _x(), sums=2)
@@ -140,7 +140,7 @@ def test_sums_wait_for_each_other_only_where_they_must() -> None:
 @pytest.mark.kills("jax_sum_of_parts_rounded")
 def test_what_is_not_linear_needs_the_whole_sum() -> None:
     _check(lambda w, x: jnp.square(x.sum(0)) + x.sum(0) * x.sum(0) + 1 / x.sum(0), _x())
-    _check(lambda w, x: x.sum(0) + w[0], _x())  # the equal part counts once
+    _check(lambda w, x: x.sum(0) + w[0], _x())  # the term that all devices share counts once
     _check(lambda w, x: jnp.pad(x.sum(0), 1, constant_values=2.0), _x())
     _check(lambda w, x: x.sum(0).astype("bfloat16"), 1000 * _x())
 

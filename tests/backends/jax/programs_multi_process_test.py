@@ -1,4 +1,4 @@
-"""What XLA makes of a step: how often devices talk, whose memory is taken, and that GPUs and TPUs can run it."""
+"""XLA's program of a step: its collectives, its reuse of memory, and its export for GPUs and TPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.sharding import jobs
 
 DEVICES = 4
 LAYERS = 3  # of BatchNormalization
-OFFSET = 1000.0  # a mean beside which the variance is small
+OFFSET = 1000.0  # a mean that is large relative to the variance
 ROWS, BATCH = 24, 8
 
 
@@ -60,7 +60,7 @@ def images(number: int, offset: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Recorder:
-    """Keeps what `jax.jit` lowers of the functions of a name, and what it exports for other platforms."""
+    """Records the programs of `jax.jit` functions with a name, or their exports for other platforms."""
 
     def __init__(self, name: str, platforms: tuple[str, ...] = ()) -> None:
         self._name, self._platforms = name, platforms
@@ -105,7 +105,7 @@ def hlo_of_step(name: str) -> list[str]:
 
 
 def collectives(hlo: str) -> list[tuple[str, int]]:
-    """Kind and number of elements of each collective of a program."""
+    """Returns the kind and the number of elements of each collective in a program."""
     found = []
     for types, kind in re.findall(
         r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all)(?:-start)?\(", hlo
@@ -127,7 +127,7 @@ def test_a_step_of_fit_has_one_sum_of_gradients_and_two_small_collectives_per_no
     small = [(kind, n) for kind, n in found if n <= 200]
     forward = [n for kind, n in small if kind == "all-gather"]
     assert len(forward) == LAYERS, found
-    # The gradients of mean and variance travel together; besides them the loss, with one of them or by itself.
+    # A collective sums the gradients of mean and variance. The loss shares it or uses a separate collective.
     assert len(small) - len(forward) <= LAYERS + 1, found
     assert {kind for kind, _ in found} == {"all-reduce", "all-gather"}
 
@@ -177,7 +177,7 @@ def test_moments_beside_a_large_mean_are_those_of_all_rows(pool: WorkerPool) -> 
 
 
 def export_steps(name: str) -> list[tuple[tuple[str, ...], int]]:
-    """Exports the step of `fit`, and a function that `strategy.run` runs."""
+    """Exports the steps of `fit`, `evaluate` and `predict`, and a function that `strategy.run` runs."""
     import keras
 
     import kdist

@@ -1,4 +1,4 @@
-"""Random programs on the rows of each device give the numbers of the global batch.
+"""Random programs on the rows of each device give the results of the global batch.
 
 A failure prints the seed of its program: add it to `_KEPT`. With `--full`, more programs run.
 """
@@ -115,7 +115,7 @@ def _program(seed: str, w: Any, batch: Any) -> list[Any]:
             function, given = rng.choice(_of_two(w)), [a, b]
         try:
             result = function(*given)
-        except (TypeError, ValueError, IndexError):  # not for these shapes
+        except (TypeError, ValueError, IndexError):  # the function does not accept these shapes
             continue
         if 0 < result.size < 5_000:
             results.append(result)
@@ -136,7 +136,7 @@ def _step(seed: str) -> Function:
 
 
 def _failure(seed: str) -> str | None:
-    """Returns why a program has failed, "" if it is right, or `None` if it cannot run on rows."""
+    """Returns the reason of a failure, "" if the program is right, or `None` if it cannot run on rows."""
     rng = np.random.default_rng([*seed.encode()])
     w, x = (rng.integers(-8, 9, shape).astype("float32") / 4 for shape in ((6, 6), (ROWS, 6)))
     batch = (x, rng.integers(-3, 6, ROWS).astype("int32"))

@@ -1,4 +1,4 @@
-"""What the workers of one runtime tell each other, in two and three processes."""
+"""Messages and values that the workers of a runtime exchange, in two and three processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _strategy(num_devices: int | None = None) -> Any:
     if num_devices is not None:
         keras.kdist_test_devices = [
             f"cpu:{i}" for i in range(num_devices)
-        ]  # the worker's memory between calls
+        ]  # the worker keeps it between calls
     return kdist.MultiWorkerMirroredStrategy(devices=keras.kdist_test_devices)
 
 
@@ -129,7 +129,7 @@ def test_numbers_are_those_of_one_device(pool: WorkerPool) -> None:
             ]
             model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(2)])
             model.compile(keras.optimizers.Adam(0.01, clipnorm=0.5), "mse", metrics=["mae"])
-        # Different seeds on the workers: the order of the rows must be the chief's all the same.
+        # The workers have different seeds, but all must use the chief's order of rows.
         np.random.seed(7 if not distributed else 7 + strategy.runtime.worker_index)
         history = model.fit(x, y, batch_size=12, epochs=3, verbose=0).history
         return history, model.get_weights()

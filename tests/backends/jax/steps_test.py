@@ -1,4 +1,4 @@
-"""Steps over a mesh give the numbers of plain Keras on one device."""
+"""Steps over a mesh give the results of plain Keras on one device."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if in_worker:
     from kdist.backends.workers import Workers
     from kdist.data.agreement import split_batch
 
-# Numbers of devices, each of which is a replica.
+# Each device is a replica.
 REPLICAS = pytest.mark.parametrize("replicas", [1, 2, 3])
 
 ROWS = 46
-BATCH = 10  # divides neither by 3 nor into the rows; 2 replicas do divide it, but not the last batch of 6...
+BATCH = 10  # 3 replicas do not divide it, and it does not divide the rows: the last batch has 6 rows
 
 
 def _data() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -72,7 +72,7 @@ def _numbers(model: keras.Model) -> dict[str, Any]:
 
 @functools.cache
 def _expected() -> dict[str, Any]:
-    """Returns the results of one device, without a strategy."""
+    """Returns the results of one device without a strategy."""
     return _numbers(_model())
 
 
@@ -119,7 +119,7 @@ def test_dropout_is_that_of_one_device(replicas: int) -> None:
         model.compile("sgd", lambda y, y_pred: keras.ops.sum(y_pred * y, axis=-1), run_eagerly=False)
         return model
 
-    # Every element has a different weight, so that the loss shows which elements were dropped.
+    # Every element has a different weight, so that the loss shows the dropped elements.
     weights = np.arange(40, dtype="float32").reshape(10, 4)
     x = np.ones((10, 4), "float32")
     losses = [model.train_on_batch(x, weights) for model in (make(), _under(replicas, make))]
@@ -146,7 +146,7 @@ def test_only_workers_with_one_device_sum_in_shared_memory() -> None:
 
 
 def test_each_batch_is_divided_over_the_devices() -> None:
-    """Counts the multiplications that a device does: a third of those for all rows."""
+    """Each device does about a third of all multiplications."""
     strategy = _mirrored(3)
     runtime = strategy.runtime
     weights = runtime.place_state([jax.numpy.ones((64, 64))])[0]
@@ -289,7 +289,7 @@ def test_a_failed_execution_restores_the_values_of_the_last_sync(replicas: int) 
         good = function._compiled(False)
 
         def step(state: Any, data: Any) -> Any:
-            good(state, data)  # which takes the buffers of the state
+            good(state, data)  # consumes the buffers of the state
             raise RuntimeError("out of memory")
 
         function._compiled = lambda is_fused: step
@@ -333,7 +333,7 @@ def test_outputs_are_ordinary_arrays(replicas: int) -> None:
 
 
 class _Taken(set[int]):
-    """Simulates losses of an earlier trace whose addresses other losses have taken since."""
+    """Simulates a layer's loss addresses from an earlier trace, when losses of other layers reuse them."""
 
     is_stale = True
 

@@ -1,4 +1,4 @@
-"""Reports of lost workers: an error in a thread that gathers messages has not reached the user yet."""
+"""Reports of a lost worker: an error in a thread that gathers messages has not reached the user yet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if in_worker:
 
 
 def _watch():
-    """A watch of worker 0 that has lost worker 1, without its thread."""
+    """Returns a watch of worker 0 that has lost worker 1, without its thread."""
     made = object.__new__(Watch)
     made._cluster = SimpleNamespace(worker_names=("worker 0", "worker 1"), worker_index=0, is_chief=True)
     made._lost = {1: "it died"}

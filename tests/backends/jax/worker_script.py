@@ -1,4 +1,7 @@
-"""A worker of the tests in `workers_multi_process_test.py`. `WHAT` happens, and to `WHOM`: environment variables."""
+"""A worker in `workers_multi_process_test.py`.
+
+The environment variables `WHAT` and `WHOM` select an event and its worker.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,14 @@ def happen() -> None:
 
 
 class Happens(keras.callbacks.ProgbarLogger):
-    """Passes for one of Keras's own callbacks: no vote after each batch, so steps alone connect workers."""
+    """Poses as a callback of Keras: workers do not vote after each batch, so only steps connect them."""
 
     def on_train_batch_end(self, batch: int, logs: object = None) -> None:
-        time.sleep(0.01)  # so that it happens in the middle of an epoch
+        time.sleep(0.01)  # so that the event happens in the middle of an epoch
         if batch == 20:
             print("BEGAN", time.monotonic(), flush=True)
             if me == WHOM:
-                # From another thread, since that is what a kernel or an operator does.
+                # Another thread sends the signal, as the kernel or an operator would.
                 threading.Thread(target=happen).start()
                 if WHAT == "raise":
                     raise ValueError("disk full")

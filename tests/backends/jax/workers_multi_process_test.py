@@ -1,4 +1,4 @@
-"""Workers that join, fail, die or leave, as processes of their own without the launcher."""
+"""Workers that join, fail, die or leave, in separate processes without the launcher."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pytest
 from tests.helpers.scripts import Script, local_addresses, tf_config
 
 _SOURCE = Path(__file__).with_name("worker_script.py").read_text(encoding="utf-8")
-# What the issue promises, plus what a busy machine takes to notice and to print a traceback.
+# The promised seconds, plus the time that a busy machine needs to notice the loss and print a traceback.
 _PROMISED = 15.0
 
 
 class Job:
-    """Workers of one cluster, to one of which something happens."""
+    """Workers of one cluster; an event happens to one worker."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Job:
                 self.workers[index] = Script(folder, f"worker{index}", _SOURCE, env | task)
 
     def wait(self, timeout: float = 120.0) -> dict[int, int]:
-        """Waits for all; returns their exit codes."""
+        """Waits for all workers; returns their exit codes."""
         deadline = time.monotonic() + timeout
         return {
             index: worker.wait(max(0.1, deadline - time.monotonic()))
@@ -54,14 +54,14 @@ class Job:
         return f"worker {index} ({self.addresses[index]})"
 
     def seconds(self, index: int, since: int) -> float:
-        """From what happened, by the clock of the worker `since`, to the end of another worker."""
+        """Returns the seconds from the event, which worker `since` logs, to the end of a worker."""
         happened = float(self.output(since).split("BEGAN ")[1].split()[0])
         return self.workers[index].ended_at - happened
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    """Starts the job of a test."""
+    """Yields a function that starts jobs, and kills their workers after the test."""
     started: list[Job] = []
 
     def start(*args: Any, **options: Any) -> Job:
@@ -96,7 +96,7 @@ def test_the_others_of_three_name_the_same_worker(start: Callable[..., Job]) -> 
 
 
 def test_a_worker_that_stands_still_ends_the_others(start: Callable[..., Job]) -> None:
-    """Simulates a power loss: the connections stay open."""
+    """Nothing closes the connections, as when a machine loses power."""
     job = start("stop", 1)
     assert job.workers[0].wait() == 1
     assert f"lost {job.name(1)}: it died or is unreachable" in job.output(0)

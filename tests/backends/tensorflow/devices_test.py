@@ -1,4 +1,4 @@
-"""Which GPUs a worker shows TensorFlow, on a machine whose GPUs are made up."""
+"""A worker makes only some GPUs visible to TensorFlow. The GPUs of these tests are simulated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if in_worker:
 
 
 class Machine:
-    """As much of `tf.config` as is asked: GPUs that can be hidden until TensorFlow has started."""
+    """Simulates the necessary part of `tf.config`: callers can hide GPUs until TensorFlow has started."""
 
     def __init__(self, gpus: int) -> None:
         self.all = [tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU") for i in range(gpus)]
@@ -69,7 +69,7 @@ def test_a_worker_of_torchrun_shows_tensorflow_its_own_gpus(gpus: int, numbers: 
         names = devices.devices_of_worker(_cluster(1), ())
         assert names == (tuple(f"gpu:{i}" for i in range(len(numbers))) or ("cpu:0",))
         assert made.numbers == numbers
-        made.started = True  # by a strategy; the next one of the same program
+        made.started = True  # by a strategy; the next strategy in the same program follows
         assert devices.devices_of_worker(_cluster(1), ()) == names and made.numbers == numbers
 
 
@@ -90,7 +90,7 @@ def test_named_gpus_are_those_that_compute() -> None:
             devices.devices_of_worker(_cluster(0), ("gpu:2",))
         with pytest.raises(
             DeviceError, match="already chosen other GPUs"
-        ):  # which one is it: the first that is visible?
+        ):  # ambiguous: it could also be the first visible GPU
             devices.devices_of_worker(_cluster(0), ("gpu:0",))
     with machine(4) as made:
         made.started = True

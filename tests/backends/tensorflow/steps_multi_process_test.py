@@ -1,4 +1,4 @@
-"""Steps on TensorFlow: how often they are traced, what enters them, functions that replicas call."""
+"""Steps on TensorFlow: the number of their traces, their inputs, and functions that replicas call."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def count_traces():
 
 
 def test_a_step_is_traced_once_for_any_number_of_rows():
-    # Once per replica, and twice if TensorFlow creates variables in the first trace; not again for other rows.
+    # Once per replica, or twice if TensorFlow creates variables in the first trace; not for other sizes.
     ((after_fit, at_the_end, rows),) = run("tensorflow", 1, count_traces)
     assert after_fit in (3, 6)
-    assert at_the_end in (after_fit, after_fit + 3)  # Keras may make float32 of float64 before the step
+    assert at_the_end in (after_fit, after_fit + 3)  # Keras may convert float64 to float32 before the step
     assert rows == {None}
 
 
@@ -145,7 +145,7 @@ def test_devices_are_named_as_tensorflow_names_them_and_cannot_be_added_later():
 
 
 def compiled_by_xla():
-    """How many calls in each replica's step XLA must compile, for several models, and what is logged."""
+    """Returns the number and devices of calls that XLA must compile, for several models, and the logs."""
     import logging
 
     import keras

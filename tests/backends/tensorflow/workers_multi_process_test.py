@@ -1,4 +1,4 @@
-"""Workers on TensorFlow: their messages and sums, their variables, and which errors speak of another worker."""
+"""Workers on TensorFlow: their messages, sums and variables, and errors that name another worker."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_messages_of_any_length_and_sums_of_any_dtype():
 
 
 def create_alone():
-    """The chief creates a variable that the other worker does not, then all take the chief's values."""
+    """Creates a variable only on the chief, then copies its values of other variables to all workers."""
     import keras
 
     runtime = strategy().runtime
@@ -61,7 +61,7 @@ def create_alone():
 
 
 def test_a_worker_creates_variables_alone_and_the_chiefs_values_reach_all():
-    # `tf.distribute` would wait for the same variable on each worker.
+    # `tf.distribute` would wait until each worker creates the same variable.
     first, second = run("tensorflow", 2, create_alone)
     assert first == (8.0, [[1.25, 2.0], 3, [[True, True]], [[0.5]]])
     assert second == (True, first[1])
@@ -93,7 +93,7 @@ def explain():
 def test_errors_that_speak_of_another_worker_name_it():
     for lost, same, gone, why, name in run("tensorflow", 2, explain):
         assert [key for key in lost if lost[key]] == ["gone", "why", "somebody"]
-        # All workers are there.
+        # All workers are running.
         assert [key for key in same if same[key]] == ["nobody", "mine", "at me"]
         assert name in gone
         assert name in why and "no memory left" in why
@@ -115,7 +115,7 @@ def join_otherwise():
 def test_a_worker_has_one_cpu_and_joins_once():
     for too_many, again in run("tensorflow", 2, join_otherwise):
         assert "one CPU" in too_many and "kdist run --num-workers 2" in too_many
-        assert again is True  # the workers that are there
+        assert again is True  # the workers that have already joined
 
 
 def in_creator_scope():

@@ -1,4 +1,4 @@
-"""NCCL's way to end collectives, played by gloo: Python does not wait for results, and a lost worker aborts them."""
+"""Gloo simulates how NCCL ends collectives: Python waits for no results, and a lost worker aborts them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.helpers.processes import run_plain
 from tests.helpers.scripts import Script, environments_of
 
 STEPS = 6
-AFTER = 4  # so many steps are whole
+AFTER = 4  # number of complete steps before the abort
 
 PLAYED = """
     import json

@@ -1,6 +1,6 @@
-"""Simulates 4,096 workers: PyTorch's `fake` process group shows the collectives that each worker would issue.
+"""Collectives of 4,096 workers: PyTorch's `fake` process group shows them without starting all workers.
 
-NCCL waits forever if two workers issue other collectives, or the same ones in another order.
+NCCL waits forever if two workers issue different collectives, or the same collectives in a different order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ RANKS = (0, 1, 2047, 4095)
 
 
 def collectives(kind: str, rank: int, rows: int) -> list[tuple]:
-    """Returns the collectives of one worker in a `fit` of two epochs and in `evaluate`, in a separate process."""
+    """Returns the collectives that a worker issues in a `fit` of two epochs."""
     import keras
     import numpy as np
     import torch
@@ -42,7 +42,7 @@ def collectives(kind: str, rank: int, rows: int) -> list[tuple]:
         died = close = say_hung = lambda self: {}
 
     class Workers(workers.JoinedWorkers):
-        """Messages reach all workers, and all of them say the same."""
+        """Simulates messages: all workers send the same data."""
 
         def begin_gather_bytes(self, data):
             issued.append(("message",))
@@ -88,7 +88,7 @@ def test_all_of_4096_workers_issue_the_same_collectives(kind):
     for rank in RANKS:
         pool = start_pool(1, "torch")
         try:
-            # The last batch is so short that most workers have no row of it.
+            # The last batch is so short that most workers receive no row.
             (issued,) = pool.run(collectives, kind, rank, WORLD + 100)
         finally:
             pool.close()

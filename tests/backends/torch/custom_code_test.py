@@ -1,4 +1,4 @@
-"""Custom code in a model runs in each step, wherever it is: its steps are not recorded."""
+"""Custom code anywhere in a model runs in each step: kdist does not record the steps of such models."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ if in_worker:
 
 
 class Bend(keras.callbacks.Callback if in_worker else object):
-    """Gives a layer a function as activation in the middle of an epoch, and changes what it reads later."""
+    """Sets a function as a layer's activation in the middle of an epoch, and keeps changing its slope."""
 
     slope = 0.1
 

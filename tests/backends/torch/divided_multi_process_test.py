@@ -1,4 +1,4 @@
-"""Variables that are sharded over workers: results, memory, reads, writes, and errors."""
+"""Variables that are sharded over workers: training results, memory, reads, writes and checkpoints."""
 
 import numpy as np
 import pytest
@@ -6,12 +6,12 @@ import pytest
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.processes import run, run_plain
 
-# Rows that the replicas do not divide, in batches that they do not divide either.
+# The replicas divide neither the rows nor the last batch.
 ROWS, BATCH, LENGTH, WORDS = 23, 8, 6, 12
 
 
 def _transformer():
-    """Four blocks with tied embeddings, and statistics and random numbers somewhere."""
+    """Returns a model of four blocks with tied embeddings, batch statistics and dropout."""
     import keras
     from keras import layers
 
@@ -165,7 +165,7 @@ def test_whoever_reads_or_writes_a_divided_variable_sees_it_whole():
         np.testing.assert_allclose(
             keras.ops.convert_to_numpy(model.layers[0](x)), x @ after + model.get_weights()[1], rtol=1e-6
         )
-        # Outside of replicas all workers compute the same, and nothing is summed.
+        # Outside replicas, all workers compute the same gradients, and kdist does not sum them.
         keras.ops.sum(model.layers[0](x)).backward()
         np.testing.assert_allclose(parameter.grad.to_local().numpy(), np.full((3, 4), 5.0))
         assert parameter.shape == (6, 4) and len(parameter) == 6 and "Divided" in repr(parameter)
@@ -186,7 +186,7 @@ def test_a_loop_of_ones_own_has_the_gradients_of_all_rows():
         rng = np.random.default_rng(5)
         x, y = rng.normal(size=(8, 6)).astype("float32"), rng.normal(size=(8, 1)).astype("float32")
         with strategy.scope():
-            optimizer = keras.optimizers.Adam(0.1, epsilon=1e-3)  # which builds itself in the replicas
+            optimizer = keras.optimizers.Adam(0.1, epsilon=1e-3)  # builds its variables in the replicas
         weights = model.get_weights()
         first = 4 * strategy.runtime.worker_index
         norms = []
@@ -238,7 +238,7 @@ def test_a_loop_of_ones_own_has_the_gradients_of_all_rows():
 
 
 def _model_with_a_module(strategy):
-    """A subclassed model with its own step, a module of PyTorch's and accumulated gradients."""
+    """Returns a subclassed model with a custom step, a PyTorch module and accumulated gradients."""
     import contextlib
 
     import keras
@@ -317,7 +317,7 @@ def test_files_and_checkpoints_go_to_other_numbers_of_workers_and_back(tmp_path)
     for num_workers, kind in ((1, "mirrored"), (4, "sharded")):
         for weights, losses_again in run("torch", num_workers, second_half, str(tmp_path), path, kind):
             assert_close(weights, expected)
-            # What such a step returns is a mean over the replicas' rows.
+            # kdist averages the loss of a custom step over the rows of all replicas.
             np.testing.assert_allclose(losses_again, losses, rtol=1e-5)
 
 
@@ -355,5 +355,5 @@ def test_a_step_holds_few_whole_variables_at_once():
 
     for mixed in (False, True):
         for num_gathered, most in run("torch", 2, watch, mixed):
-            assert num_gathered > 40  # in the forward and the backward pass, except for the last variables
-            assert most <= 6  # of 24
+            assert num_gathered > 40  # once forward and once backward, except for the last layers
+            assert most <= 6  # of 24 layers

@@ -1,4 +1,4 @@
-"""kdist's calls of PyTorch's functions for GPUs, which the tests replace, on a machine without GPUs."""
+"""Calls of PyTorch's GPU functions, on a machine without GPUs: mocks replace these functions."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def _cluster(coordinator="127.0.0.1"):
 
 
 class Joined(Exception):
-    """Ends joining where the process group would be made."""
+    """Ends the join instead of creating the process group."""
 
 
 def joining(coordinator="127.0.0.1", timeout_seconds=None, nccl=True, **environ):
-    """What `init_process_group` is called with, by a worker on two GPUs, and the environment at that time."""
+    """Returns the arguments of `init_process_group` on a worker with two GPUs, and the environment then."""
     seen = {}
 
     def init(backend, **arguments):
@@ -125,7 +125,7 @@ def test_a_group_of_the_user_s_is_known_by_what_carries_its_tensors(cpu, gpu, nc
 
 
 class Cuda:
-    """The current device of each thread, as CUDA keeps it."""
+    """Keeps the current device of each thread, as CUDA does."""
 
     def __init__(self):
         self._kept = threading.local()
@@ -248,10 +248,10 @@ def test_the_random_state_has_that_of_each_gpu():
         with mock.patch.object(backend, "_gpus", []):
             of_cpus = backend.random_state()
         fill(1, 2)
-        backend.set_random_state(of_cpus)  # a checkpoint of CPUs, or of an older kdist
+        backend.set_random_state(of_cpus)  # a checkpoint from CPUs, or from an older kdist
         assert [generators[gpu].tolist() for gpu in gpus] == [[1] * 16, [2] * 16]
         with mock.patch.object(backend, "_gpus", gpus[1:]):
-            backend.set_random_state(saved)  # of a worker with two GPUs, by one with one
+            backend.set_random_state(saved)  # a worker with one GPU restores the state of two GPUs
         assert generators[gpus[1]].tolist() == [7] * 16
 
 
@@ -259,7 +259,7 @@ def test_the_random_state_has_that_of_each_gpu():
 
 
 class Nccl:
-    """A backend that records its ends."""
+    """Simulates the backend of a process group, and records its aborts."""
 
     def __init__(self, log, name="nccl"):
         self._log, self._name = log, name
@@ -294,7 +294,7 @@ def test_the_groups_of_a_mesh_are_aborted_too():
 
 @pytest.mark.kills("torch_optimizer_on_the_device_of_the_replica")
 def test_the_optimizer_computes_on_the_device_of_the_variables():
-    """A number of the optimizer must be on the device of the variables, which the replica's may differ from."""
+    """The optimizer must use the device of the variables, which can differ from the replica's device."""
     places = []
 
     @contextlib.contextmanager

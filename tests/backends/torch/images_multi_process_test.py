@@ -1,4 +1,4 @@
-"""Layers for images give the results of plain Keras on one device, without copies of the images."""
+"""Image layers give the results of one device without kdist, and do not copy their images."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def train(data_format: str, replicas: int) -> list[Any]:
     x, y = random.normal(size=(24, *shape)).astype("float32"), random.integers(0, 4, 24)
     keras.utils.set_random_seed(3)
     to = {"data_format": data_format}
-    # With one replica, later steps are recorded and replayed.
+    # With one replica, kdist records a step and replays it later.
     one = kdist.OneDeviceStrategy("cpu:0").scope() if replicas == 1 else contextlib.nullcontext()
     with scope(replicas == 2), one:
         model = keras.Sequential(

@@ -1,4 +1,4 @@
-"""Models and runs that the tests of this directory compare: plain Keras on one device, and kdist."""
+"""Models and runs for the tests in this directory, which compare kdist with plain Keras on one device."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ ATOL = 1e-6
 
 
 class Twice(keras.Model):
-    """A step of the user's own with two optimizers, the second of which sees what the first has done."""
+    """A model with a custom step and two optimizers; the second optimizer sees the changes of the first."""
 
     def __init__(self):
         super().__init__()
         self.first = keras.layers.Dense(4)
         self.second = keras.layers.Dense(2)
-        # Not known to `compile`: built in the middle of the first step.
+        # `compile` does not receive these optimizers: the first step builds them.
         self.optimizers = [keras.optimizers.Adam(0.05), keras.optimizers.SGD(0.1, momentum=0.9)]
 
     def call(self, x):
@@ -42,7 +42,7 @@ class Twice(keras.Model):
 
 
 class TorchInside(keras.Model):
-    """Modules of PyTorch in a model of Keras."""
+    """A Keras model with PyTorch modules."""
 
     def __init__(self):
         super().__init__()
@@ -58,12 +58,12 @@ class TorchInside(keras.Model):
 
 
 def mirrored(devices: int) -> kdist.MirroredStrategy:
-    """A strategy of so many CPU devices."""
+    """Returns a strategy with the given number of CPU devices."""
     return kdist.MirroredStrategy([f"cpu:{i}" for i in range(devices)])
 
 
 def data(rows: int = 35, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs of 5 columns and targets of 2."""
+    """Returns inputs with 5 columns and targets with 2 columns."""
     generator = np.random.default_rng(seed)
     x = generator.normal(size=(rows, 5)).astype("float32")
     return x, (x[:, :2] * 2 + 1).astype("float32")
@@ -72,7 +72,7 @@ def data(rows: int = 35, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 def train(
     strategy: Any, make: Callable[[bool], Any], x: Any, y: Any, **fit: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Trains a model made by `make(whether there is a strategy)`; returns it and its numbers."""
+    """Trains the model from `make(has_strategy)`; returns the model and its results."""
     keras.utils.set_random_seed(7)
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = make(strategy is not None)
@@ -84,7 +84,7 @@ def train(
 
 
 def assert_same_numbers(actual: dict[str, Any], expected: dict[str, Any], atol: float = ATOL) -> None:
-    """Raises unless two runs gave the same numbers."""
+    """Raises an error unless two runs gave the same results."""
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_allclose(actual[name], value, rtol=RTOL, atol=atol, err_msg=name)

@@ -1,4 +1,4 @@
-"""Models outside a strategy, in worker processes with Keras 3.16, which turns on DDP when a process group exists."""
+"""Models outside a strategy, in workers with Keras 3.16, which enables DDP if a process group exists."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers.scripts import environments_of, finished, local_addresses
 
-# Two workers. Keras before 3.16 gets what 3.16 has in its trainer; with a newer one, the real trainer runs.
+# Two workers. The script adds the DDP code of Keras 3.16 to older versions; newer versions have it.
 SOURCE = """
 import json, os
 import keras

@@ -1,4 +1,4 @@
-"""What the backward pass computes again, on several workers."""
+"""Recomputation in the backward pass, on several workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def in_worker_train(x, is_foreign):
     start = np.array(model.kernel)
     with foreign_backward() if is_foreign else contextlib.nullcontext():
         model.train_on_batch(x, x)
-    return dict(model.records), start, np.array(model.kernel)  # Keras has a custom class of dictionaries
+    return dict(model.records), start, np.array(model.kernel)  # converts Keras's own class of dictionaries
 
 
 @pytest.mark.parametrize("is_foreign", [False, True], ids=["same-thread", "other-thread"])

@@ -1,4 +1,4 @@
-"""What the backward pass computes again: with the random numbers, the replica and the state of the forward pass."""
+"""The backward pass recomputes with the random numbers, the replica and the state of the forward pass."""
 
 import contextlib
 
@@ -49,7 +49,7 @@ def test_the_gradient_of_dropout_is_that_of_the_masks_of_the_forward_pass(replic
     np.testing.assert_allclose(
         start - np.array(model.kernel), dropped.gradient(x, masks), rtol=1e-4, atol=1e-5
     )
-    if seed is not None or replicas > 1:  # else Keras draws from PyTorch's own generator
+    if seed is not None or replicas > 1:  # otherwise Keras draws from PyTorch's own generator
         assert np.array(model.dropout.seed_generator.state)[1] == 1
 
 
@@ -128,7 +128,7 @@ def test_threads_of_the_backward_pass_are_left_as_they_were():
         model.compile("sgd", "mse")
     with foreign_backward():
         model.train_on_batch(x, y)
-    # After what follows in the model was computed again.
+    # The backward pass had already recomputed the later layers.
     assert states == [(False, None)] * 2
 
 

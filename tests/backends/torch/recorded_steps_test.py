@@ -1,4 +1,4 @@
-"""Steps that are recorded once and replayed: the same numbers, and no change of the user's gets lost."""
+"""kdist records a step once and replays it: results are the same, and the user's changes have an effect."""
 
 import contextlib
 import logging
@@ -33,7 +33,7 @@ OPTIMIZERS = {
     "adadelta": lambda: keras.optimizers.Adadelta(0.5),
     "ema": lambda: keras.optimizers.Adam(0.01, use_ema=True),
 }
-# `fit` takes 60 of them per epoch: three batches of 16 and one of 12. The third one and the later epochs replay.
+# `fit` uses 60 rows per epoch: three batches of 16 and a batch of 12. Batch 3 and later epochs replay.
 ROWS = 75
 
 
@@ -56,7 +56,7 @@ def numbers(model, epochs=3, **fit):
 
 
 def replayed(model, kind="train"):
-    """Returns how many shapes of batches have a recorded step."""
+    """Returns the number of batch shapes that have a recorded step."""
     known = next(steps for (of, _), steps in vars(model)["_kdist_recorded"].items() if of == kind)
     return sum(seen.program is not None for seen in known.values())
 
@@ -187,7 +187,7 @@ def test_a_change_between_two_steps_has_an_effect(change):
     for strategy in (False, True):
         model = make(LAYERS["seeded-dropout"], lambda: keras.optimizers.SGD(0.1, momentum=0.9), strategy)
         results.append(numbers(model, callbacks=[Change(CHANGES[change], step=2)]))
-    assert bool(replayed(model)) == (change != "hook")  # which is custom code
+    assert bool(replayed(model)) == (change != "hook")  # a hook is custom code
     for actual, expected in zip(*results, strict=True):
         np.testing.assert_array_equal(actual, expected)
 
@@ -196,7 +196,7 @@ def shrink(model):
     model.layers[1].scale[:] *= 0.5
 
 
-# Changes of what a layer refers to: the layer, and the change.
+# Changes of objects that a layer refers to: the layer, and the change.
 CHANGES_INSIDE = {
     "regularizer": (
         lambda: keras.layers.Dense(4, kernel_regularizer=keras.regularizers.L2(0.1)),
@@ -273,7 +273,7 @@ def test_gradients_of_the_last_step_stay_readable():
 
 
 class Counts(keras.layers.Layer if in_worker else object):
-    """Does something else in each step."""
+    """Computes something different in each step."""
 
     calls = 0
 
@@ -290,7 +290,7 @@ def test_custom_code_runs_in_each_step_unless_jit_compile_is_set():
     model = make(Counts, OPTIMIZERS["ema"], True, jit_compile=True)
     before = model.layers[1].calls
     model.fit(*data(160), batch_size=16, verbose=0)
-    assert model.layers[1].calls <= before + 3  # to build the model, the first step and the recorded one
+    assert model.layers[1].calls <= before + 3  # in the build, the first step and the recorded step
 
 
 def test_the_log_contains_the_reason_for_slow_steps():

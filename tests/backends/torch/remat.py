@@ -1,4 +1,4 @@
-"""A model with Dropout whose gradient is known by hand; see dropped.py."""
+"""A model with Dropout; dropped.py computes its gradient by hand."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ WAYS = ("scope", "function", "nested")
 
 
 class Dropping(keras.Model):
-    """Outputs what dropout leaves of a linear layer, and records it.
+    """Applies dropout to a linear layer, and records the outputs.
 
     Args:
-        way: How the dropout is computed again in the backward pass: in a `RematScope`, in a `keras.remat`, or both.
+        way: How the backward pass recomputes the dropout: in a `RematScope`, in a `keras.remat`, or in both.
         seed: The seed of the dropout.
     """
 
     def __init__(self, way: str, seed: int | None) -> None:
         super().__init__()
-        self.records: dict[int, np.ndarray] = {}  # of each replica the last one
+        self.records: dict[int, np.ndarray] = {}  # the last outputs of each replica
         with keras.RematScope("full" if way in ("scope", "nested") else None):
             self.dropout = keras.layers.Dropout(0.5, seed=seed)
         self.inner = keras.remat(self._inner) if way in ("function", "nested") else self._inner

@@ -31,7 +31,7 @@ def in_replicas(rows, replicas, body):
     return threads.run(one)
 
 
-# Rows that the replicas do not divide, that they divide, and fewer rows than replicas.
+# The replicas do not divide the rows, divide them, or outnumber them.
 SIZES = [(7, 2), (8, 3), (6, 3), (2, 3)]
 
 
@@ -44,7 +44,7 @@ def test_synchronized_moments_and_their_gradients_are_those_of_all_rows(rows, re
     def loss_of(x, weight, factor, moments):
         h = x * weight
         mean, variance = moments(h)
-        # Not the same for every row: a loss that is would have no gradient through the mean.
+        # The factor differs between rows: otherwise the loss would have no gradient through the mean.
         return ((((h - mean) / torch.sqrt(variance + 1e-3)) * factor) ** 3).mean(), mean, variance
 
     w = weight.clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""Exchanges of a recorded step overlap with computation, in the order of the exchanges of Keras's code."""
+"""Exchanges in a recorded step overlap with computation, in the same order as in Keras's code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.processes import run
 
 
 def train(eager_workers: tuple[int, ...]) -> tuple[list[Any], list[tuple[str, int]]]:
-    """Trains in small buckets. Returns the numbers, and the starts and ends of the exchanges of the last step."""
+    """Trains with small buckets; returns the results, and the exchange events of the last step."""
     from unittest import mock
 
     import keras
@@ -78,7 +78,7 @@ def trained(eager_workers: tuple[int, ...]) -> Any:
 
 
 def in_flight(events: list[tuple[str, int]]) -> int:
-    """Returns the largest number of exchanges at the same time."""
+    """Returns the largest number of simultaneous exchanges."""
     now = np.cumsum([1 if kind == "start" else -1 for kind, _ in events])
     return int(now.max())
 
@@ -96,5 +96,5 @@ def test_a_replay_starts_exchanges_early_and_in_the_same_order() -> None:
     (_, eager), (_, replay) = trained((0, 1))[0], trained(())[0]
     starts = [size for kind, size in eager if kind == "start"]
     assert [size for kind, size in replay if kind == "start"] == starts
-    assert len(starts) == 5  # two of BatchNormalization, two of gradients, one of metrics
+    assert len(starts) == 5  # two for BatchNormalization, two for gradients, one for metrics
     assert (in_flight(eager), in_flight(replay)) == (2, 3)

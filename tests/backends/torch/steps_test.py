@@ -72,7 +72,7 @@ def test_synchronized_batch_normalization_is_that_of_one_device(replicas, rows):
         model.compile(keras.optimizers.SGD(0.05, momentum=0.5), "mse", metrics=["mae"])
         return model
 
-    # The last batch has 3 rows, or 1 row: fewer than two or three replicas.
+    # The last batch has 3 rows, or 1 row, which is fewer than two or three replicas.
     x, y = data(rows)
     _, expected = train(None, make, x, y)
     _, actual = train(mirrored(replicas), make, x, y)

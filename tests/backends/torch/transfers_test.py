@@ -1,6 +1,6 @@
-"""Copies between the host and the device per training step: each one waits for all the work of a GPU.
+"""Copies between the host and the device per training step: each copy waits for all the work of a GPU.
 
-Counted where PyTorch makes them, which is the same on a CPU.
+The tests count calls of PyTorch's copy functions, which are the same on a CPU.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ TO_HOST = ("item", "tolist", "cpu", "numpy", "__int__", "__float__", "__bool__",
 
 @contextlib.contextmanager
 def counted():
-    """Gives a list with an entry per transfer: of a host value to a tensor, or of a tensor to the host."""
+    """Yields a list with an entry per transfer: a host value becomes a tensor, or the reverse."""
     found, patched, depth = [], [], []
 
     def patch(owner, name, is_transfer):
@@ -51,7 +51,7 @@ def counted():
 
 
 def transfers_per_step(strategy, blocks):
-    """Of a model with so many blocks of layers, each with moving statistics and random numbers."""
+    """Returns the transfers per step of a model; each block has moving statistics and random numbers."""
     with strategy.scope() if strategy else contextlib.nullcontext():
         layers = [keras.layers.Input((5,))]
         for _ in range(blocks):
@@ -66,7 +66,7 @@ def transfers_per_step(strategy, blocks):
         model.compile("adam", "mse")
     x = np.random.default_rng(0).normal(size=(60, 5)).astype("float32")
     numbers = []
-    # The first fit reads what later steps know, and records a step.
+    # The first fit reads values that later steps reuse, and records a step.
     for steps in (2, 2, 6):
         rows = slice(10 * steps)
         with counted() as found:
@@ -82,7 +82,7 @@ def test_transfers_do_not_grow_with_depth_and_little_with_replicas(replicas):
     plain = transfers_per_step(None, 1)
     shallow, deep = (transfers_per_step(mirrored(replicas), blocks) for blocks in (1, 6))
     assert deep == shallow
-    # Plain Keras's own draws for noise, which are none here, are left out of the bound.
+    # Plain Keras also needs transfers to draw noise, so the bound is not tight.
     assert 0 < shallow <= plain + 3 * replicas
 
 

@@ -1,4 +1,4 @@
-"""Workers that are joined by torch.distributed: their messages, how they come, and how they are lost."""
+"""Workers that torch.distributed connects: how they send messages, join and get lost."""
 
 import contextlib
 import re
@@ -174,7 +174,7 @@ def test_a_process_joins_once():
 
 @contextlib.contextmanager
 def job(folder, source, num_workers):
-    """Processes that run one script, each with its place in `TF_CONFIG`."""
+    """Runs one script in several processes; `TF_CONFIG` contains the index of each worker."""
     addresses = local_addresses(num_workers)
     with started(folder, source, environments_of("torch", addresses)) as workers:
         yield workers, [f"worker {i} ({address})" for i, address in enumerate(addresses)]
@@ -200,7 +200,7 @@ TRAIN = """
     model.fit(np.ones((320, 4)), np.ones((320, 2)), batch_size=32, epochs=3, verbose=0, callbacks=[Ends()])
 """
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
-# The child keeps gloo's connections open: gloo notices nothing, as with a host that vanishes.
+# The child keeps gloo's connections open: gloo notices nothing, as when a host vanishes.
 FORK = "(os.fork() or (time.sleep(20), os._exit(0))) and os.kill(os.getpid(), signal.SIGKILL)"
 
 
@@ -241,7 +241,7 @@ def test_a_worker_may_end_earlier_than_another(tmp_path):
 
 @pytest.fixture(scope="module")
 def strangers():
-    """Processes that have not joined yet."""
+    """Starts processes that have not joined yet."""
     with start_pool(3, "torch") as pool:
         yield pool
 
@@ -321,7 +321,7 @@ GROUP = r"""
 
 
 def check_group(printed: str) -> None:
-    """Two workers have printed the weights that arithmetic gives."""
+    """Checks that two workers have printed the expected weights."""
     assert printed.count("2 replicas WEIGHTS") == 2, printed
     for weights in by_hand.shown(printed):
         np.testing.assert_allclose(weights, by_hand.weights(2), rtol=1e-5)
@@ -346,7 +346,7 @@ def test_torchrun_starts_it_too(tmp_path):
         assert torchrun.wait(150) == 0, torchrun.output()
     finally:
         if torchrun.exit_code is None:
-            torchrun.process.send_signal(signal.SIGTERM)  # it also ends its workers
+            torchrun.process.send_signal(signal.SIGTERM)  # torchrun also terminates its workers
             torchrun.wait(20)
     check_group(torchrun.stdout())
 
