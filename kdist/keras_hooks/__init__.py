@@ -44,12 +44,12 @@ import threading
 from kdist.keras_hooks import layers, losses, models, optimizers, saving, scalars, seeds, trainer, variables
 from kdist.keras_hooks.data import (
     class_weight_to_sample_weights,
+    create_batches,
     data_adapter,
     dataset_of,
     epoch_iterator,
     first_of_py_dataset,
     forget_batches,
-    native_batches,
     num_array_rows,
     py_dataset_batches,
     release,

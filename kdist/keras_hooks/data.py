@@ -131,8 +131,8 @@ def torch_loader_of(iterator: EpochIterator) -> Any:
     return adapter._dataloader if isinstance(adapter, TorchDataLoaderAdapter) else None
 
 
-def native_batches(iterator: EpochIterator) -> Iterable[object]:
-    """Returns the backend's iterable of batches from an `epoch_iterator`; does not start it."""
+def create_batches(iterator: EpochIterator) -> Iterable[object]:
+    """Creates the iterable of batches of an `epoch_iterator`, without starting it."""
     return iterator._get_iterator()
 
 

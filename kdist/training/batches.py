@@ -137,7 +137,7 @@ class GlobalBatches:
         states = None
         if loader is not None and get_backend().keeps_batches:
             # Plain Keras on TensorFlow draws an order to find the shapes, but none for a first batch.
-            keras_hooks.native_batches(self.iterator)
+            keras_hooks.create_batches(self.iterator)
             states = torch_loader.random_states(loader)
         _, _, data = next(iter(self.iterator))
         if loader is not None and states is not None:

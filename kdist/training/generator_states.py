@@ -39,8 +39,10 @@ def restore(states: Mapping[str, Any], loader: Any = None) -> None:
     backend = get_backend()
     if states.get("name", backend.name) == backend.name:
         backend.set_random_state(_bytes(states["backend"]))
-    if loader is not None:
-        torch_loader.set_random_states(loader, states["loaders"])
+    if loader is not None and "loaders" in states:  # the backup may be of other data
+        saved = states["loaders"]
+        # A text in backups of earlier versions.
+        torch_loader.set_random_states(loader, [saved] if isinstance(saved, str) else saved)
 
 
 def _text(data: bytes) -> str:

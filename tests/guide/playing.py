@@ -80,7 +80,7 @@ def play(title: str, changes: Mapping[str, str] | None = None, **names: Any) -> 
     keras.utils.set_random_seed(2)
     names |= {"tf": tf, "keras": keras, "kdist": kdist, "worker": int(os.environ["RANK"])}
     results: list[Any] = []
-    is_mended = False
+    is_fixed = False
     with mock.patch.dict(os.environ):
         for number, block in enumerate(SECTIONS[title]):
             source = block.source
@@ -89,12 +89,12 @@ def play(title: str, changes: Mapping[str, str] | None = None, **names: Any) -> 
             if block.kind == "result":
                 results += [eval(line, names) for line in source.splitlines()]
                 continue
-            if block.kind == "instead" and is_mended:
+            if block.kind == "instead" and is_fixed:
                 continue
-            is_mended = block.kind == "fails" and source != block.source
+            is_fixed = block.kind == "fails" and source != block.source
             file = f"<{title}, block {number}>"
             linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-            with contextlib.nullcontext() if is_mended else block.expectation():
+            with contextlib.nullcontext() if is_fixed else block.expectation():
                 exec(compile(source, file, "exec"), names)
     return results
 

@@ -63,3 +63,8 @@ def _arrays(variables: list[Any]) -> list[np.ndarray]:
 
     # On PyTorch, an array shares its memory with the variable.
     return [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
+
+
+def add_loss_to(layer: Any, loss: Any) -> None:
+    """Adds a loss as a function that a layer calls would do."""
+    layer.add_loss(loss)

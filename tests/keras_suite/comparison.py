@@ -35,7 +35,7 @@ class Comparison:
     Attributes:
         lost: The tests that pass only without a scope, with their outcomes in the scope.
         new: The lost tests that are not known.
-        mended: The known failures that now pass in a scope.
+        fixed: The known failures that now pass in a scope.
         gone: The known failures that do not pass without a scope: removed or skipped tests, for example.
     """
 
@@ -49,7 +49,7 @@ class Comparison:
         after = {test: self.scoped.get(test, Outcome("not collected")) for test in passed}
         self.lost = {test: outcome for test, outcome in after.items() if outcome.outcome != "passed"}
         self.new = {test: outcome for test, outcome in self.lost.items() if test not in self.known}
-        self.mended = [test for test in self.known if test in after and test not in self.lost]
+        self.fixed = [test for test in self.known if test in after and test not in self.lost]
         self.gone = [test for test in self.known if test not in after]
 
     def row(self) -> tuple[str, ...]:
@@ -108,7 +108,7 @@ def report(comparisons: Iterable[Comparison]) -> str:
             "new": each.new,
             "known": old,
             "not collected": absent,
-            "known, but passes now: take it off the list": dict.fromkeys(each.mended),
+            "known, but passes now: take it off the list": dict.fromkeys(each.fixed),
             "known, but does not pass plainly": dict.fromkeys(each.gone),
         }
         for title, tests in named.items():

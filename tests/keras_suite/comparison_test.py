@@ -45,7 +45,7 @@ def test_known_failures_are_lost_but_not_new() -> None:
     found = compare(plain, scoped, "old", "better", "skipped", "renamed")
     assert set(found.lost) == {"old", "fresh"}
     assert set(found.new) == {"fresh"}
-    assert found.mended == ["better"]
+    assert found.fixed == ["better"]
     assert found.gone == ["skipped", "renamed"]
 
 
