@@ -10,10 +10,12 @@ result is counted in commits, not in days, so that a clone of an old commit pass
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +29,7 @@ from tests.versions import ENVIRONMENTS
 
 LEDGER = ROOT / "tests" / "ledger.json"
 MOST_COMMITS = 150
+LAST_LINES = 60
 PYTEST = (
     "-m",
     "pytest",
@@ -141,8 +144,11 @@ def overdue(entries: Mapping[str, Entry], now: int) -> list[str]:
     ]
 
 
-def run(name: str, before: Entry | None = None) -> Entry:
-    """Runs a shard. A mutation score may be lower than before by at most `MOST_LOST`."""
+def run(name: str, before: Entry | None = None) -> tuple[Entry, list[str]]:
+    """Runs a shard; returns its entry and its last lines.
+
+    A mutation score may be lower than before by at most `MOST_LOST`.
+    """
     revision = ["git", "rev-parse", "--short=12", "HEAD"]
     said = subprocess.run(revision, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     command = [sys.executable, *shards()[name]]
@@ -152,9 +158,30 @@ def run(name: str, before: Entry | None = None) -> Entry:
         if name.startswith(SCORED):
             least = (before.score or 0.0) - MOST_LOST if before else 0.0
             command += ["--to", str(file), "--least", str(least)]
-        done = subprocess.run(command, cwd=ROOT, check=False)
+        code, kept = print_and_keep(command)
         score = float(file.read_text()) if file.exists() else None
-    return Entry(turn.turn(), said, done.returncode == 0, round(time.monotonic() - start, 1), score)
+    return Entry(turn.turn(), said, code == 0, round(time.monotonic() - start, 1), score), kept
+
+
+def print_and_keep(command: Sequence[str]) -> tuple[int, list[str]]:
+    """Runs a command and prints its output; returns its exit code and its last lines, without caught mutants."""
+    kept: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
+
+    def copy_lines() -> None:
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            if not line.startswith("caught "):
+                kept.append(line.rstrip())
+
+    # A process that a test leaves running can keep the pipe open, so this does not wait for its end.
+    copying = threading.Thread(target=copy_lines, daemon=True)
+    copying.start()
+    process.wait()
+    copying.join(10.0)
+    return process.returncode, [*kept]
 
 
 def main() -> int:
@@ -177,16 +204,20 @@ def main() -> int:
         for name in waiting:
             print(f"{name:24}", read().get(name, "never run"))
         return 0
-    results = []
+    failures = {}
     for name in options.shards or waiting[: options.count]:
         print(f"──── {name} ────", flush=True)
-        entry = run(name, read().get(name))
-        results.append(entry)
+        entry, kept = run(name, read().get(name))
         write(read() | {name: entry})
         print(
             f"──── {name}: {'passed' if entry.passed else 'FAILED'} in {entry.seconds:.0f} s ────", flush=True
         )
-    return 0 if all(entry.passed for entry in results) else 1
+        if not entry.passed:
+            failures[name] = kept
+    # Other shards ran in between, and a report of CI often contains only the end of its output.
+    for name, kept in failures.items():
+        print(f"──── The last lines of {name}, which failed ────", *kept, sep="\n")
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

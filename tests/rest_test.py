@@ -48,12 +48,16 @@ def test_three_turns_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(found) == sorted(f"{i}/12" for i in range(1, 13))
 
 
-def test_a_run_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_written_down_and_its_failure_is_printed_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing = "print('survived  a'); print('caught  b'); raise SystemExit(3)"
     monkeypatch.setattr(rest, "LEDGER", tmp_path / "ledger.json")
-    monkeypatch.setattr(rest, "shards", lambda: {"good": ("-c", ""), "bad": ("-c", "raise SystemExit(3)")})
+    monkeypatch.setattr(rest, "shards", lambda: {"good": ("-c", "print('fine')"), "bad": ("-c", failing)})
     rest.write({"good": OLD})
-    monkeypatch.setattr("sys.argv", ["rest", "--count", "2"])
+    monkeypatch.setattr("sys.argv", ["rest", "bad", "good"])
     assert rest.main() == 1
+    assert capsys.readouterr().out.endswith("\n──── The last lines of bad, which failed ────\nsurvived  a\n")
     found = rest.read()
     assert (found["good"].passed, found["bad"].passed) == (True, False)
     assert found["good"].commits == found["bad"].commits == turn.turn()
