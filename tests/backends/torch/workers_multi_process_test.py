@@ -39,21 +39,34 @@ def test_messages_of_any_length_are_gathered_in_order():
 @pytest.mark.kills("look_at_a_collective_that_just_ended")
 def test_a_collective_that_ends_just_after_a_look_at_the_others_has_ended_well():
     def exchange():
-        import random
         import time
         from datetime import timedelta
 
         from kdist.backends.torch import workers
 
-        runtime = _runtime()
-        looks, workers._LOOK = workers._LOOK, timedelta(milliseconds=1)
-        try:
-            for _ in range(300):
-                if runtime.worker_index:
-                    time.sleep(random.uniform(0.0005, 0.0035))
+        class EndsAfterTheLook:
+            def __init__(self, work):
+                self.ends, self.is_completed = work.wait, work.is_completed
+
+            def wait(self, *timeout):
+                try:
+                    self.ends(*timeout)
+                except RuntimeError:
+                    while not self.is_completed():
+                        time.sleep(0.001)
+                    late.append(timeout)
+                    raise
+
+        runtime, late = _runtime(), []
+        finish = type(runtime.group)._finish
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(workers, "_LOOK", timedelta(milliseconds=1))
+            late_finish = lambda group, work, tensor: finish(group, EndsAfterTheLook(work), tensor)  # noqa: E731
+            patched.setattr(type(runtime.group), "_finish", late_finish)
+            for _ in range(5):
+                time.sleep(0.05 * runtime.worker_index)
                 runtime.group.all_gather_bytes(b"here")
-        finally:
-            workers._LOOK = looks
+        assert runtime.worker_index or late, "worker 0 had to look at worker 1"
         return runtime.group.all_gather_bytes(b"%d" % runtime.worker_index)
 
     assert run("torch", 2, exchange) == [[b"0", b"1"]] * 2
