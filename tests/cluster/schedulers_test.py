@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from kdist.cluster import discover
+from kdist.cluster import discover, discovery
 from kdist.errors import ClusterConfigError
 from kdist.launch.info import cluster_lines
 
@@ -122,6 +122,7 @@ NOT_UNDERSTOOD = {
 @pytest.mark.parametrize("case", NOT_UNDERSTOOD)
 def test_a_cluster_that_is_seen_but_not_understood_is_told(case, caplog):
     environ, words = NOT_UNDERSTOOD[case]
+    discovery._warn_once.cache_clear()  # mutmut runs all tests several times in one process
     assert discover(environ=environ).num_workers == 1
     (record,) = caplog.records
     assert record.levelname == "WARNING"
