@@ -44,8 +44,17 @@ PYTEST = (
 )
 COMING = "coming Keras"
 SCORED = "mutation score of"
-# Packages with tests that do not start processes; see mutation_score.py.
-PACKAGES = ("cluster", "tracing", "checkpoint", "coordinator", "launch", "doctor", "measuring", "parity")
+# Packages with tests that do not start processes, and a sample: the last digits of the changes; see mutation_score.py.
+PACKAGES = {
+    "cluster": "3",
+    "tracing": "0123456789",
+    "checkpoint": "3",
+    "coordinator": "3",
+    "launch": "3",
+    "doctor": "3",
+    "measuring": "3",
+    "parity": "0123456789",
+}
 MOST_LOST = 0.02
 T = TypeVar("T")
 
