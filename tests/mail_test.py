@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import queue
 import threading
 import time
@@ -63,7 +64,8 @@ def mail_of(service, index, number=2, timeout=None, kind=StoreOfService):
 def together(functions):
     results = queue.SimpleQueue()
     threads = [
-        threading.Thread(target=lambda i=i, f=f: results.put((i, f()))) for i, f in enumerate(functions)
+        threading.Thread(target=lambda i=i, f=f: results.put((i, f())), daemon=True)
+        for i, f in enumerate(functions)
     ]
     for thread in threads:
         thread.start()
@@ -73,7 +75,14 @@ def together(functions):
     return [found[i] for i in range(len(functions))]
 
 
-def test_messages_of_one_turn_belong_together(service):
+@pytest.fixture(params=[2, 100], ids=["collected", "direct"])
+def way(request, monkeypatch):
+    """Whether three workers read the messages of each other, or the chief collects them."""
+    monkeypatch.setattr(mail, "_MOST_DIRECT", request.param)
+    return request.node.callspec.id.split("-")[0]
+
+
+def test_messages_of_one_turn_belong_together(service, way):
     def talk(index):
         box = mail_of(service, index, 3)
         heard = []
@@ -84,7 +93,52 @@ def test_messages_of_one_turn_belong_together(service):
 
     expected = [[f"{i} says {turn}".encode() for i in range(3)] for turn in range(20)]
     assert together([lambda i=i: talk(i) for i in range(3)]) == [expected] * 3
-    assert len(service.entries) == 3, "Messages that all have read must not stay in the store."
+    left = 4 if way == "collected" else 3
+    assert len(service.entries) == left, "Messages that all have read must not stay in the store."
+
+
+def test_messages_that_are_too_long_to_collect(service, way, monkeypatch):
+    monkeypatch.setattr(mail, "_MOST_COLLECTED", 5)
+    said = [[b"", b"", b""], [b"", b"12345", b""], [b"1", b"2345", b"6"]]
+    boxes = [mail_of(service, i, 3) for i in range(3)]
+    for turn in said:
+        assert together([lambda i=i, t=turn: boxes[i].gather(t[i]) for i in range(3)]) == [turn] * 3
+
+
+@pytest.mark.kills("collected_messages_missing_without_a_word", "collected_messages_blame_the_chief")
+@pytest.mark.parametrize("timeout", [None, 0.3])
+def test_all_name_the_worker_that_is_missing(service, way, timeout):
+    error = WorkerLostError if timeout is None else WorkerTimeoutError
+    boxes = [mail_of(service, i, 3, timeout) for i in range(2)]
+    if timeout is None:
+        service.lost.add(2)
+
+    def talk(box):
+        with pytest.raises(error, match=r"worker 2 (is lost|did not respond within 0\.3 s)"):
+            box.gather(b"hello?")
+
+    together([lambda box=box: talk(box) for box in boxes])
+
+
+@pytest.mark.kills("messages_of_many_workers_not_collected")
+@pytest.mark.parametrize("number", [8, 9, 64])
+def test_the_number_of_requests_per_worker(service, number):
+    asked = collections.Counter()
+
+    class Counting(StoreOfService):
+        def set(self, key, data):
+            asked[threading.get_ident()] += 1
+            super().set(key, data)
+
+        def get(self, key, seconds=0.0):
+            asked[threading.get_ident()] += 1
+            return super().get(key, 20.0)  # each request waits until it succeeds
+
+    boxes = [mail_of(service, i, number, kind=Counting) for i in range(number)]
+    heard = together([lambda i=i: boxes[i].gather(b"%d" % i) for i in range(number)])
+    assert heard == [[b"%d" % i for i in range(number)]] * number
+    chief, *others = sorted(asked.values(), reverse=True)
+    assert (chief, {*others}) == ((number, {number}) if number <= 8 else (number + 1, {2}))
 
 
 def test_to_begin_does_not_wait(service):
