@@ -78,7 +78,7 @@ def together(functions):
 @pytest.fixture(params=[2, 100], ids=["collected", "direct"])
 def way(request, monkeypatch):
     """Whether three workers read the messages of each other, or the chief collects them."""
-    monkeypatch.setattr(mail, "_MOST_DIRECT", request.param)
+    monkeypatch.setattr(mail, "MOST_DIRECT", request.param)
     return request.node.callspec.id.split("-")[0]
 
 

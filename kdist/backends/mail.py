@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _GLANCE = 1.0
 # Up to this number of workers, each one reads the message of each other one. With more workers, the chief reads them,
 # and stores all in one entry for the others. This takes a step more, but 2 n requests to the store instead of n * n.
-_MOST_DIRECT = 8
+MOST_DIRECT = 8
 # Above this number of bytes, the chief stores `_READ_THEM` instead.
 _MOST_COLLECTED = 1 << 24
 _READ_THEM = b""
@@ -108,7 +108,7 @@ class Mail:
     def _gather(self, data: bytes) -> list[bytes]:
         turn, self._gathered = self._gathered, self._gathered + 1
         self._ask(self._store.set, _key(turn, self._worker_index), data)
-        if not (collects := len(self._names) > _MOST_DIRECT):
+        if not (collects := len(self._names) > MOST_DIRECT):
             everyone = self._receive_each(turn, data)
         elif self._worker_index == 0:
             everyone = self._collect(turn, data)

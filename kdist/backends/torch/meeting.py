@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from kdist.backends.joining import check_devices, closed_error, missing_error
+from kdist.backends.mail import MOST_DIRECT
 from kdist.backends.torch import lifeline
 from kdist.backends.waiting import Waiting
 from kdist.cluster import Cluster, environment, is_loopback, join_address, split_address
@@ -65,7 +66,10 @@ class Meeting:
             )
         keys = [f"{name}/{index}" for index in range(cluster.num_workers)]
         store.set(keys[cluster.worker_index], json.dumps(value))
-        while not store.check(keys):
+        # Of many workers, only the chief reads all values: 2 n requests instead of n * n.
+        collects, collected = cluster.num_workers > MOST_DIRECT, f"{name}/all"
+        awaited = [collected] if collects and not cluster.is_chief else keys
+        while not store.check(awaited):
             gave_up = store.check(["gave up"])
             gives_up = gave_up or time.monotonic() > self._deadline
             if gives_up or (cluster.is_chief and self._waiting.is_due):
@@ -76,7 +80,14 @@ class Meeting:
                     time.sleep(_FAREWELL)
                 raise missing_error(self.cluster, self._timeout, self._waiting.missing)
             time.sleep(_PAUSE)
-        return [json.loads(store.get(key)) for key in keys]
+        values: list[T] = (
+            [json.loads(store.get(key)) for key in keys]
+            if awaited is keys
+            else json.loads(store.get(collected))
+        )
+        if collects and cluster.is_chief:
+            store.set(collected, json.dumps(values))
+        return values
 
     def open_lifeline(self) -> lifeline.Lifeline:
         """Connects this worker with the chief, or the chief with all workers; see `Lifeline`."""
