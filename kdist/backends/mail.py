@@ -32,6 +32,7 @@ MOST_DIRECT = 8
 # Above this number of bytes, the chief stores `_READ_THEM` instead.
 _MOST_COLLECTED = 1 << 24
 _READ_THEM = b""
+_MOST_LISTED = 1 << 14  # bytes of a message: longer messages are read one by one, so that none is read twice
 _ALL = "all"
 
 
@@ -111,7 +112,7 @@ class Mail:
         if not (collects := len(self._names) > MOST_DIRECT):
             everyone = self._receive_each(turn, data)
         elif self._worker_index == 0:
-            everyone = self._collect(turn, data)
+            everyone = self._collect(turn)
         else:
             everyone = self._receive_all(turn, data)
         if turn > 0:
@@ -127,16 +128,23 @@ class Mail:
             for index in range(len(self._names))
         ]
 
-    def _collect(self, turn: int, data: bytes) -> list[bytes]:
+    def _collect(self, turn: int) -> list[bytes]:
         """Reads the messages of all workers, and stores them for the others."""
-        key = _key(turn, _ALL)
+        key, keys = _key(turn, _ALL), [_key(turn, index) for index in range(len(self._names))]
+        found: dict[str, bytes] = {}
         try:
-            everyone = self._receive_each(turn, data)
+            for index, own in enumerate(keys):
+                if own not in found:
+                    found[own] = self._receive(own, index)
+                    # One request for a thousand messages takes 5 ms, and a thousand requests take 350 ms.
+                    if len(found[own]) <= _MOST_LISTED:
+                        found |= self._ask(self._store.get_all, _folder(turn))
         except Exception:
             # The others then look for the missing message themselves, and get the same error.
             with contextlib.suppress(Exception):
                 self._store.set(key, _READ_THEM)
             raise
+        everyone = [found[own] for own in keys]
         fits = sum(map(len, everyone)) <= _MOST_COLLECTED
         self._ask(self._store.set, key, _join(everyone) if fits else _READ_THEM)
         return everyone
@@ -176,8 +184,12 @@ class Mail:
         return data
 
 
+def _folder(turn: int) -> str:
+    return f"kdist/message/{turn}"
+
+
 def _key(turn: int, name: int | str) -> str:
-    return f"kdist/message/{turn}/{name}"
+    return f"{_folder(turn)}/{name}"
 
 
 def _join(messages: Sequence[bytes]) -> bytes:

@@ -16,6 +16,10 @@ class Store(ABC):
     def get(self, key: str, seconds: float = 0.0) -> bytes | None:
         """Returns the data under a key, or `None` if there is no data within `seconds`."""
 
+    def get_all(self, folder: str) -> dict[str, bytes]:
+        """Returns all data under keys that begin with `folder` and a slash, or nothing if the store cannot list."""
+        return {}
+
     @abstractmethod
     def delete(self, key: str) -> None:
         """Removes a key."""

@@ -30,6 +30,10 @@ class ServiceStore(Store):
                 return None
             raise
 
+    def get_all(self, folder: str) -> dict[str, bytes]:
+        """Returns all data under keys that begin with `folder` and a slash."""
+        return {key: bytes(data) for key, data in self._client.key_value_dir_get_bytes(f"{folder}/")}
+
     def delete(self, key: str) -> None:
         """Removes a key."""
         self._client.key_value_delete(key)
