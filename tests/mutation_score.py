@@ -28,6 +28,7 @@ _CONFIGURATION = """
 source_paths = ["kdist"]
 only_mutate = {files}
 also_copy = {copied}
+timeout_multiplier = 5.0
 pytest_add_cli_args = ["-p", "no:cacheprovider"]
 pytest_add_cli_args_test_selection = {tests}
 """

@@ -193,7 +193,7 @@ def _key(turn: int, name: int | str) -> str:
 
 
 def _join(messages: Sequence[bytes]) -> bytes:
-    """Packs messages. Those of many workers are often equal, so this compresses them."""
+    """Packs and compresses messages, because many workers often send equal messages."""
     lengths = ",".join(str(len(message)) for message in messages).encode()
     return zlib.compress(b"".join([lengths, b";", *messages]), level=1)
 
