@@ -41,8 +41,9 @@ class CommunicationOptions:
             No effect with one worker. kdist logs a warning where JAX cannot cast.
 
     With "float16", gradients of `fit` do not overflow if each worker's are at most 65504, because each worker
-    sends its share of the mean. In `Strategy.run`, kdist divides by the number of replicas before the cast and
-    multiplies after it. Numbers below about 3e-8 become 0, for example gradients below 1e-7 of 4 workers in `fit`.
+    sends its share of the mean. With `reduction="sum"`, the total must not exceed this limit. In `Strategy.run`,
+    kdist divides by the number of replicas before the cast and multiplies after it. Numbers below about 3e-8
+    become 0, for example gradients below 1e-7 of 4 workers in `fit`.
     "bfloat16" has the range of float32, but only 8 bits of precision instead of 11.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/CommunicationOptions, and for

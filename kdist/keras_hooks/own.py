@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 
 from kdist.keras_hooks.scalars import OwnLoss
 
 if TYPE_CHECKING:
     import keras
+
+# Packages whose functions do not call `add_loss` of a custom layer, and limits for the search for `add_loss`.
+_LIBRARIES = frozenset(("builtins", "jax", "kdist", "keras", "numpy", "tensorflow", "torch"))
+_MOST_FUNCTIONS, _MOST_ITEMS = 5000, 100
 
 
 def is_own(value: object) -> bool:
@@ -52,33 +57,53 @@ def own_layers(model: keras.Model) -> list[keras.Layer]:
 
 
 def _names_add_loss(kind: type) -> bool:
-    """Returns whether custom methods of a class, or functions that they call, use `add_loss`.
+    """Returns whether custom methods of a class, or functions that they can reach, use `add_loss`.
 
-    kdist does not probe other layers.
+    kdist does not probe other layers, because the probe calls them once more.
     """
-    methods = (method for base in kind.__mro__ if is_own(base) for method in vars(base).values())
-    functions = [method for method in methods if isinstance(method, types.FunctionType)]
-    seen = set()
-    while functions:
-        function = functions.pop()
-        seen.add(function)
-        codes = [function.__code__]
-        for code in codes:  # grows by inner functions
-            if "add_loss" in code.co_names:
-                return True
-            codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
-            called = (function.__globals__.get(name) for name in code.co_names)
-            functions += [f for f in called if _is_beside(f, function) and f not in seen]
+    waiting: list[object] = [value for base in kind.__mro__ if is_own(base) for value in vars(base).values()]
+    seen: dict[int, object] = {}  # keeps the objects, so that no other object gets their `id`
+    while waiting and len(seen) < _MOST_FUNCTIONS:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if not isinstance(value, types.FunctionType):
+            waiting += _functions_of(value)
+        elif (value.__module__ or "").partition(".")[0] not in _LIBRARIES:
+            codes = [value.__code__]
+            for code in codes:  # grows by inner functions
+                if "add_loss" in code.co_names:
+                    return True
+                codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
+                waiting += _named_in(code, value)
     return False
 
 
-def _is_beside(value: object, function: types.FunctionType) -> TypeGuard[types.FunctionType]:
-    """Returns whether a value is a function of the same package as another function."""
-    return isinstance(value, types.FunctionType) and _package(value) == _package(function)
+def _functions_of(value: object) -> list[object]:
+    """Returns the functions that a method, an object that can be called, or a small container contains."""
+    if isinstance(value, (staticmethod, classmethod, types.MethodType)):
+        return [value.__func__]
+    if isinstance(value, property):
+        return [value.fget]
+    if isinstance(value, functools.partial):
+        return [value.func]
+    if isinstance(value, (list, tuple, dict)):
+        return list(value.values() if isinstance(value, dict) else value)[:_MOST_ITEMS]
+    call = getattr(type(value), "__call__", None)  # noqa: B004
+    return [call] if isinstance(call, types.FunctionType) else []
 
 
-def _package(function: types.FunctionType) -> str:
-    return (function.__module__ or "").partition(".")[0]
+def _named_in(code: types.CodeType, function: types.FunctionType) -> list[object]:
+    """Returns the values of global names, of names in modules, and of variables of outer functions."""
+    found = [function.__globals__[name] for name in code.co_names if name in function.__globals__]
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # it has no value yet
+            found.append(cell.cell_contents)
+    for module in [value for value in found if isinstance(value, types.ModuleType)]:
+        if module.__name__.partition(".")[0] not in _LIBRARIES:
+            found += [vars(module)[name] for name in code.co_names if name in vars(module)]
+    return found
 
 
 def own_metrics(model: keras.Model) -> list[keras.metrics.Metric]:

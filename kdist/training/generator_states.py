@@ -30,8 +30,14 @@ def capture(loader: Any = None) -> dict[str, object]:
     return dict(json.loads(json.dumps(states)))
 
 
-def restore(states: Mapping[str, Any], loader: Any = None) -> None:
-    """Restores states from `capture`, in any process. Skips the state of another backend."""
+def restore(states: Mapping[str, Any], loader: Any = None, with_own: bool = True) -> None:
+    """Restores states from `capture`, in any process. Skips the state of another backend.
+
+    Args:
+        states: The states.
+        loader: A PyTorch loader, if any.
+        with_own: Whether to restore the loader's own generators, and not only the global one.
+    """
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
     name, key, *rest = states["numpy"]
@@ -41,8 +47,8 @@ def restore(states: Mapping[str, Any], loader: Any = None) -> None:
         backend.set_random_state(_bytes(states["backend"]))
     if loader is not None and "loaders" in states:  # the backup may be of other data
         saved = states["loaders"]
-        # A text in backups of earlier versions.
-        torch_loader.set_random_states(loader, [saved] if isinstance(saved, str) else saved)
+        saved = [saved] if isinstance(saved, str) else saved  # a text in backups of earlier versions
+        torch_loader.set_random_states(loader, saved if with_own else saved[:1])
 
 
 def _text(data: bytes) -> str:

@@ -96,7 +96,9 @@ class Passes:
             self._restore(resume["begun"])
         rest = itertools.islice(started, self.taken, None)
         first = list(itertools.islice(rest, 1)) if self.taken else []  # this draws the order of the pass
-        self._restore(resume["now"])
+        # A sampler draws from the loader's own generator again when it ends. "now" may contain this draw, because a
+        # thread reads ahead, but the rest of the pass will repeat it.
+        self._restore(resume["now"], with_own=False)
         return itertools.chain(first, rest)
 
     def _note_begin(self) -> Iterator[object]:
@@ -128,5 +130,5 @@ class Passes:
         loader = keras_hooks.torch_loader_of(self._iterator)
         return generator_states.capture(loader) if self._records else None
 
-    def _restore(self, states: Mapping[str, Any]) -> None:
-        generator_states.restore(states, keras_hooks.torch_loader_of(self._iterator))
+    def _restore(self, states: Mapping[str, Any], with_own: bool = True) -> None:
+        generator_states.restore(states, keras_hooks.torch_loader_of(self._iterator), with_own)

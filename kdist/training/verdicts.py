@@ -62,6 +62,10 @@ class Sample:
     def judge(self, numbers: Callable[..., Sequence[object]], call: Call) -> list[Verdict]:
         """Returns a verdict on each number that a function computes from the arguments of a call."""
 
+        tensors = [leaf for leaf in keras.tree.flatten(call) if _has_rows(leaf)]
+        if len({leaf.shape[0] for leaf in tensors}) > 1:
+            raise ValueError("The arguments have different numbers of rows.")
+
         def of(rows: slice) -> list[np.ndarray]:
             args, kwargs = keras.tree.map_structure(lambda leaf: self._take(leaf, rows), call)
             values = [keras.ops.cast(value, "float32") for value in numbers(*args, **kwargs)]
@@ -76,7 +80,7 @@ class Sample:
         return [self._verdict(*values) for values in zip(whole, *parts, again, strict=True)]
 
     def _take(self, leaf: Any, rows: slice) -> Any:
-        if not keras.ops.is_tensor(leaf) or not leaf.shape or leaf.shape[0] == 1:
+        if not _has_rows(leaf):
             return leaf
         factor, rest = divmod(leaf.shape[0], self.num_rows)
         if rest or not factor:
@@ -96,6 +100,10 @@ class Sample:
         if is_mean:
             return None if is_sum else MEAN
         return SUM if is_sum else COUPLES
+
+
+def _has_rows(leaf: Any) -> bool:
+    return keras.ops.is_tensor(leaf) and bool(leaf.shape) and leaf.shape[0] != 1
 
 
 class Unwritten(NotesAdditions, keras.StatelessScope):

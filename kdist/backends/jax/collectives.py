@@ -98,6 +98,8 @@ def sum_of_16_bits(tensor: jax.Array, axes: str | tuple[str, ...], number: int) 
 
     The bits travel as integers, because XLA sums bfloat16 between CPUs as float32.
     """
+    if not tensor.size:
+        return tensor
     lax, dtype, size = jax.lax, tensor.dtype, -(-tensor.size // number)
     flat = jax.numpy.pad(tensor.reshape(-1), (0, size * number - tensor.size))
     bits = lax.bitcast_convert_type(flat, np.uint16).reshape(number, size)
