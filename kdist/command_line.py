@@ -7,6 +7,7 @@ import difflib
 import importlib.util
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -187,6 +188,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KdistError as error:
         print(f"kdist {options.command}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # The reader, for example `head`, has read enough. Python would fail again when it flushes the output.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -37,6 +37,27 @@ LEFT_OUT = {
 }
 """Names, modules and members of `tf.distribute` that kdist omits: the reason, and what to use instead."""
 
+ELSEWHERE = {
+    **{
+        name: f"kdist.{home}.{name}"
+        for home, names in {
+            "callbacks": ("BackupAndRestore",),
+            "cluster_resolver": ("ClusterResolver", "SlurmClusterResolver", "TFConfigClusterResolver"),
+            "coordinator": ("ClusterCoordinator",),
+            "experimental": (
+                "CentralStorageStrategy",
+                "CommunicationImplementation",
+                "CommunicationOptions",
+                "PreemptionCheckpointHandler",
+                "TerminationConfig",
+            ),
+        }.items()
+        for name in names
+    },
+    "train": "kdist.Checkpoint and kdist.CheckpointManager",
+}
+"""Names that users look for in `kdist`, and their places."""
+
 
 def no_such_name(module: str, name: str, known: Iterable[str]) -> AttributeError:
     """Returns the error for a missing name, with the reason if kdist omits it, or else with the nearest name.
@@ -50,6 +71,8 @@ def no_such_name(module: str, name: str, known: Iterable[str]) -> AttributeError
     reason = LEFT_OUT.get(f"{module}.{name}".removeprefix("kdist."))
     if reason is not None:
         return AttributeError(f"{message}. {reason}", name=name)
+    if module == "kdist" and name in ELSEWHERE:
+        return AttributeError(f"{message}. Use {ELSEWHERE[name]}.", name=name)
     near = difflib.get_close_matches(name, known, n=1)
     return AttributeError(f"{message}. Did you mean {near[0]!r}?" if near else message, name=name)
 

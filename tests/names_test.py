@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import kdist
+from kdist import names
 
 
 @pytest.mark.kills("names_left_out_without_a_reason")
@@ -14,6 +15,9 @@ def test_a_wrong_name_is_answered_with_the_nearest_one():
         (kdist.experimental, "CommunicationOption", "Did you mean 'CommunicationOptions'?"),
         (kdist.cluster_resolver, "TFConfigResolver", "Did you mean 'TFConfigClusterResolver'?"),
         (kdist.coordinator, "ClusterCordinator", "Did you mean 'ClusterCoordinator'?"),
+        (kdist, "CommunicationOptions", "Use kdist.experimental.CommunicationOptions."),
+        (kdist, "BackupAndRestore", "Use kdist.callbacks.BackupAndRestore."),
+        (kdist, "train", "Use kdist.Checkpoint and kdist.CheckpointManager."),
         (kdist.experimental, "rpc", "kdist.all_gather_object"),
         (kdist.experimental, "PreemptionWatcher", "Use kdist.experimental.PreemptionCheckpointHandler"),
         (kdist.cluster_resolver, "TPUResolver", "Did you mean 'TPUClusterResolver'?"),
@@ -24,6 +28,9 @@ def test_a_wrong_name_is_answered_with_the_nearest_one():
             getattr(module, name)
         assert answer in str(info.value)
     assert not hasattr(kdist, "nothing_like_it")
+    for place in [place for place in names.ELSEWHERE.values() if " " not in place]:
+        _, home, name = place.split(".")
+        assert name in getattr(kdist, home).__all__, place
 
 
 def test_what_tensorflow_1_left_in_strategies_says_what_to_use_instead():

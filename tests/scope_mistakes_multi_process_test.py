@@ -91,3 +91,29 @@ def test_what_was_created_outside_of_the_scope_trains_as_on_one_device(
         for outside, (said, numbers) in zip(MISTAKES, found, strict=True):
             assert len(said) == ("model" in outside), (outside, said)
             assert_close(numbers, expected, rtol=1e-4, atol=1e-5, where=str(outside))
+
+
+def in_worker_without_a_scope() -> list[str]:
+    """Trains a model that was created without the scope, with a synchronized layer; returns the warnings."""
+    import keras
+
+    from tests.helpers.processes import strategy
+
+    strategy()
+    layer = keras.layers.BatchNormalization(synchronized=True)  # plain Keras on PyTorch refuses this
+    model = keras.Sequential([keras.Input((3,)), layer, keras.layers.Dense(1, name="last")], name="alone")
+    model.compile("sgd", "mse")
+    x, y = np.ones((4, 3), "float32"), np.ones((4, 1), "float32")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.evaluate(x, y, verbose=0)  # makes no difference between the workers
+        model.fit(x, y, verbose=0)
+    return [text for warning in caught if "outside the scope" in (text := str(warning.message))]
+
+
+@pytest.mark.kills("fit_of_a_model_from_outside_without_a_word", "synchronized_layers_only_in_a_scope")
+@pytest.mark.xdist_group("pool-torch")
+def test_workers_that_train_a_model_each_are_warned() -> None:
+    for said in run("torch", 2, in_worker_without_a_scope):
+        assert len(said) == 1 and "Model alone was created outside the scope of the strategy" in said[0], said
+        assert "each worker trains its own model" in said[0]

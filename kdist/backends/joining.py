@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import socket
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
@@ -87,13 +88,30 @@ def missing_error(cluster: Cluster, timeout: float, missing: Collection[int]) ->
     """Returns the error for a rendezvous that timed out. `missing` are the known missing workers."""
     names = cluster.worker_names
     named = [names[index] for index in sorted(missing) if index < len(names)]
+    received = {"this_worker": names[cluster.worker_index]}
+    if unknown := _unknown_hosts(cluster, missing):
+        received["unknown_hosts"] = ", ".join(unknown)
     return WorkerTimeoutError(
         f"{len(named) or 'Some'} of {len(names)} workers did not join within {timeout:g} s"
         + (f": {', '.join(named)}." if named else "."),
-        received={"this_worker": names[cluster.worker_index]},
-        hint="Start the missing workers, or wait longer: export KDIST_JOIN_TIMEOUT=600\n"
+        received=received,
+        hint=f"Check the name on this machine:\ngetent hosts {unknown[0]}"
+        if unknown
+        else "Start the missing workers, or wait longer: export KDIST_JOIN_TIMEOUT=600\n"
         "To find the cause, run: kdist doctor",
     )
+
+
+def _unknown_hosts(cluster: Cluster, missing: Collection[int]) -> list[str]:
+    """Returns the host names of missing workers that this machine cannot resolve."""
+    known = [address for index, address in enumerate(cluster.addresses) if index in missing and address]
+    found = []
+    for host in dict.fromkeys(split_address(address)[0] for address in known):
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError:
+            found.append(host)
+    return found
 
 
 def closed_error(this_worker: str, error: BaseException) -> ClusterConfigError:

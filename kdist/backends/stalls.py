@@ -33,6 +33,7 @@ _SUSPECTS_AFTER = 0.7
 _LOOKS = 0.05
 _STANDARD_LIBRARY = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")})
 DIED = "it died or is unreachable"
+ENDED = "it ended before the others"
 _SOMEBODY = f"another worker: {DIED}"
 _PACKAGES = ("site-packages", "dist-packages")
 # A worker in a debugger is not hung: its user is thinking.
@@ -276,7 +277,9 @@ def lost_error(
     return WorkerLostError(
         f"The job lost {named}. This worker needs {them} for {whereabouts.describe_wait()}.",
         received=received,
-        hint=f"Read the log of {whose or 'each other worker'}, then restart the job.",
+        hint="Call the same methods on all workers, with the same number of steps. Do not call them only on the chief."
+        if lost and all(reason == ENDED for reason in lost.values())
+        else f"Read the log of {whose or 'each other worker'}, then restart the job.",
     )
 
 

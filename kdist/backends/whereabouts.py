@@ -82,4 +82,4 @@ def describe_wait() -> str:
     """Returns where this process waits for the others, for example "all_reduce at step 30 of epoch 2"."""
     what = collective or ("the collectives of the step" if phase else "a collective")
     where = (first_unfinished and first_unfinished()) or describe()
-    return f"{what} at {where}" if phase else f"{what} outside of fit"
+    return f"{what} at {where}" if phase else f"{what} in your script, outside of `fit`"

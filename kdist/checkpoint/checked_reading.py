@@ -37,7 +37,9 @@ def read_index(path: str | os.PathLike[str]) -> Index:
         data = _read(file)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointNotFoundError(
-            "The path is not a complete checkpoint: it contains no index.json.",
+            "The path is not a complete checkpoint: it contains no index.json."
+            if os.path.exists(path)
+            else "The checkpoint does not exist.",
             received={"path": path},
             hint=_instead(path)
             or "If the path is a directory of checkpoints, restore the newest: "

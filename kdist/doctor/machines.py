@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 
@@ -186,7 +187,7 @@ def judge_shared(folder: str, problems: Sequence[str]) -> Line:
             "shared",
             says,
             "Use a directory that all workers can read and write. On each machine, check its file system",
-            f"df {folder}",
+            f"df {folder}" if os.path.isdir(folder) else f"mkdir -p {folder}",
         )
     return Line(OK, "shared", f"{folder}: all workers can write and read; files are replaced atomically")
 

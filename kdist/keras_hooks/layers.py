@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from kdist import context
 from kdist.keras_hooks.wrapping import replace, running_model_replica, running_replica, wrap
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ def hook_batch_normalization(native: bool) -> None:
         synchronized: bool = False,
         **kwargs: object,
     ) -> None:
-        wanted = synchronized and context.has_strategy() and not native
+        wanted = synchronized and not native
         original(self, *args, synchronized=synchronized and not wanted, **kwargs)
         self.synchronized = synchronized
 

@@ -60,6 +60,12 @@ def _dispatch(
 ) -> object:
     strategy = strategy_of(self)
     if strategy is None:
+        if name == "fit" and context.joined_strategy() is not None:
+            warnings.warn(
+                f"Model {getattr(self, 'name', type(self).__name__)} was created outside the scope of the strategy, so "
+                "each worker trains its own model. Create it inside `with strategy.scope():`.",
+                stacklevel=3,
+            )
         handlers.call(
             "refuse_distributed", self, name, *args[:1], *[v for k, v in kwargs.items() if k == "x"]
         )

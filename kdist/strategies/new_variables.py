@@ -68,7 +68,7 @@ class NewVariables:
         if not noted:
             return
         # Names contain counters ("dense_1"), which may differ if a worker has created another model before.
-        facts = {f"variable {i}": [list(v.shape), str(v.dtype)] for i, v in enumerate(variables)}
+        facts = {f"variable {i}": f"shape {tuple(v.shape)}, {v.dtype}" for i, v in enumerate(variables)}
         check_equal(
             self._runtime,
             "variables in the scope of the strategy",

@@ -102,7 +102,7 @@ class GlobalBatches:
             "kind of data": type(adapter).__name__,
             "number of rows": keras_hooks.num_array_rows(self.iterator),
             "batch size": adapter.batch_size,
-            "steps": self.iterator.num_batches,
+            "number of batches": self.iterator.num_batches,
         }
 
     def build(self, model: keras.Model) -> None:

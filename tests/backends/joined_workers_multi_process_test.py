@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kdist.cluster import discover
 from tests.helpers.processes import run, strategy
 from tests.helpers.scripts import environments_of, started
 
@@ -133,3 +135,13 @@ def test_a_worker_that_waits_says_where(backend: str) -> None:
 def test_on_tensorflow_a_worker_of_several_has_one_cpu() -> None:
     (said,) = {*run("tensorflow", 2, in_worker_two_cpus)}
     assert "a worker of MultiWorkerMirroredStrategy uses its GPUs or one CPU device" in said
+
+
+@pytest.mark.kills("unknown_host_not_told")
+def test_the_error_of_a_missing_worker_names_a_host_that_cannot_be_resolved():
+    from kdist.backends.joining import missing_error
+
+    tasks = {"worker": ["nohost.invalid:21234", "localhost:21235"]}
+    told = json.dumps({"cluster": tasks, "task": {"type": "worker", "index": 1}})
+    said = str(missing_error(discover(environ={"TF_CONFIG": told}), 6, [0]))
+    assert "unknown_hosts='nohost.invalid'" in said and said.endswith("getent hosts nohost.invalid"), said

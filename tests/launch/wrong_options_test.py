@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from kdist.command_line import main
@@ -60,3 +64,22 @@ def test_an_option_that_the_help_does_not_list_is_accepted_and_not_suggested(tmp
     with pytest.raises(SystemExit):
         main(["run", "--nproc_per_nod", "2", str(script)])
     assert "Did you mean --nproc-per-node?" in capsys.readouterr().err
+
+
+@pytest.mark.kills("inject_without_an_effect")
+def test_faults_with_parameter_servers_are_refused(capsys, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    assert main(["run", "-n", "2", "--num-ps", "1", "--inject", "kill:worker=1,step=2", str(script)]) == 2
+    assert "--inject cannot be combined with --num-ps" in capsys.readouterr().err
+
+
+@pytest.mark.kills("pipe_of_head_is_a_traceback")
+def test_a_reader_that_has_read_enough_is_not_an_error():
+    command = [sys.executable, "-m", "kdist", "info"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        said = process.stderr.read()
+    assert (
+        process.returncode == 128 + signal.SIGPIPE and "Traceback" not in said and "BrokenPipe" not in said
+    ), said

@@ -165,6 +165,7 @@ def check(everyone: Any) -> None:
     resume_history_lost="[torch-arrays]",
     resume_metrics_begin_anew="[torch-arrays]",
     resume_generator_of_a_loader_lost="[torch-DataLoader with a generator]",
+    resume_generator_of_a_loader_draws_twice="[torch-DataLoader with a generator]",
     resume_nothing_restored="[torch-arrays]",
     resume_nothing_restored_of_tf_data="[torch-tf.data]",
     resume_position_ignored="[torch-arrays]",
@@ -172,7 +173,9 @@ def check(everyone: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @each_backend_in_twelve_turns
 def test_a_run_goes_on_in_the_middle_of_an_epoch(backend: str, kind: str, tmp_path: Path) -> None:
-    check(run(backend, 1, interrupted, str(tmp_path), kind, [(1, 1, 1)]))
+    # When the fourth step ends, a sampler has already drawn again at the end of the pass, in the reading thread.
+    places = [(1, 1, 1), (1, 0, 3)] if kind == "DataLoader with a generator" else [(1, 1, 1)]
+    check(run(backend, 1, interrupted, str(tmp_path), kind, places))
 
 
 ITERATED = ("tf.data", "distributed tf.data", "DataLoader", "PyDataset")

@@ -292,7 +292,7 @@ class Watch:
             self._aborted.wait(_CLOSING)  # JAX tries to abort once; `_on_abort` stops it
         else:
             error = _uncaught()
-            what = "it ended before the others" if error is None else f"{_FAILED}: {error}"
+            what = stalls.ENDED if error is None else f"{_FAILED}: {error}"
             if error is not None and self._explained:
                 what = _LOST_ANOTHER
             self._say(what)

@@ -21,6 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 
+from kdist.backends import stalls
 from kdist.backends.activity import is_stopped
 from kdist.cluster import handshake, liveness
 
@@ -33,7 +34,7 @@ _WORDS = {
     _HUNG: "it hung",
     _DIED: "it died or is unreachable",
     _FAILED: "it failed with an error",
-    _ENDED: "it ended before the others",
+    _ENDED: stalls.ENDED,
 }
 _LOST = (_DIED, _FROZEN, _HUNG)
 # Shares of the heartbeat timeout: between two heartbeats, and without heartbeats on the same and on another
