@@ -101,7 +101,8 @@ class Script:
     def finish(self, timeout: float = TIMEOUT, code: int = 0) -> Script:
         """Waits for the end, checks the exit code, and returns the ended script."""
         with self:
-            assert self.wait(timeout) == code, self.output()
+            found = self.wait(timeout)
+        assert found == code, f"exit code {found}, expected {code}\n{self.output()}"
         return self
 
     def told(self, after: str = "") -> Any:
