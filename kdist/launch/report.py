@@ -11,6 +11,10 @@ from kdist.launch.linux import signal_name
 
 MOST_LINES = 20
 _WIDEST = 240
+# Lines that TensorFlow and JAX print when they start, such as "I0000 00:00:17 port.cc:153] oneDNN".
+_NOISE = re.compile(
+    r"[IW]\d{4} [\d:.]+ |\d{4}-\d\d-\d\d [\d:.]+: [IW] |WARNING: All log messages before absl"
+)
 _START = re.compile(r"[ |+]*(Traceback \(most recent call last\)|Fatal Python error)")
 
 
@@ -54,6 +58,7 @@ def last_traceback(lines: Sequence[str], most: int) -> list[str]:
     lines = [line[:_WIDEST] for line in lines if line.strip()]
     starts = [position for position, line in enumerate(lines) if _START.match(line)]
     if not starts:
+        lines = [line for line in lines if not _NOISE.match(line)] or lines
         return lines[-min(most, 8) :]
     block = lines[starts[-1] :]
     if len(block) <= most:

@@ -249,6 +249,20 @@ TRACEBACK = ["Traceback (most recent call last):", '  File "a.py", line 1, in f'
 def test_the_last_traceback_is_preferred():
     first = ["Traceback (most recent call last):", "KeyError: 1", "", "During handling of ...", ""]
     assert last_traceback(["noise", *first, *TRACEBACK], 10) == TRACEBACK
+
+
+@pytest.mark.kills("noise_in_the_report")
+def test_without_a_traceback_log_lines_of_frameworks_are_left_out():
+    noise = [
+        "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
+        "I0000 00:00:1795769899.003348   26325 port.cc:153] oneDNN custom operations are on.",
+        "2026-11-27 08:56:18.123456: I tensorflow/core/util/port.cc:153] oneDNN custom operations are on.",
+    ]
+    assert last_traceback(["epoch 1", *noise, "E0000 00:00:17 a.cc:1] failed"], 10) == [
+        "epoch 1",
+        "E0000 00:00:17 a.cc:1] failed",
+    ]
+    assert last_traceback(noise, 10) == noise, "better than nothing"
     assert last_traceback(["a", "", "b"], 10) == ["a", "b"]
     assert last_traceback([], 10) == []
 
