@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 
     from kdist.context import StrategyLike
 
-
+# Modules between this one and the user's call of `fit`.
+_BETWEEN = ("kdist", "keras", "weakref", "contextlib", "functools")
 # The labels for which kdist has already warned, by model.
 _said: weakref.WeakKeyDictionary[keras.Model, set[str]] = weakref.WeakKeyDictionary()
 
@@ -115,5 +117,13 @@ def _probe(
                 f"{own.reason if couples else own.doubt} {own.hint} "
                 "With one replica, or with KERAS_BACKEND=jax, it computes over all rows. "
                 "Set KDIST_PROBE=0 to skip this check.",
-                stacklevel=2,
+                stacklevel=_level_of_the_user(),
             )
+
+
+def _level_of_the_user() -> int:
+    """Returns the `stacklevel` of a warning of the caller, so that it names the line of the user."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        frame, level = frame.f_back, level + 1
+    return level
