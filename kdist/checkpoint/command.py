@@ -11,6 +11,7 @@ import time
 from kdist.checkpoint import layout
 from kdist.checkpoint.checked_reading import read_index, verify
 from kdist.checkpoint.index import Index
+from kdist.cluster.roles import number_of
 from kdist.errors import CheckpointError, KdistError
 
 _EXAMPLES = """examples:
@@ -53,7 +54,7 @@ def main(options: argparse.Namespace) -> int:
             print(describe(path, read_index(path)))
         elif options.action == "verify":
             index = verify(path)
-            held = f"{len(index.tensors)} tensors, {index.num_bytes:,} bytes in {len(index.files)} file(s)"
+            held = f"{len(index.tensors)} tensors, {index.num_bytes:,} bytes in {number_of('file', len(index.files))}"
             print(f"{path}: complete and undamaged, {held}.")
         else:
             from kdist.checkpoint.convert import convert
@@ -81,9 +82,9 @@ def describe(path: str, index: Index) -> str:
     lines = [
         path,
         f"  saved at      {saved_at}",
-        f"  saved by      {by.get('num_workers')} worker(s), {by.get('backend')}, Keras {by.get('keras')}, "
-        f"kdist {by.get('kdist')}",
-        f"  on disk       {index.num_bytes:,} bytes of tensors in {len(index.files)} file(s)",
+        f"  saved by      {number_of('worker', by.get('num_workers', 0))}, {by.get('backend')}, "
+        f"Keras {by.get('keras')}, kdist {by.get('kdist')}",
+        f"  on disk       {index.num_bytes:,} bytes of tensors in {number_of('file', len(index.files))}",
         "  objects",
     ]
     for name, part in index.parts.items():

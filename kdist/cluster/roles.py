@@ -25,6 +25,7 @@ _WORDS = {
     "worker": ("worker", "workers"),
     "ps": ("parameter server", "parameter servers"),
     "evaluator": ("evaluator", "evaluators"),
+    "file": ("file", "files"),
 }
 
 
@@ -54,7 +55,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def number_of(task_type: str, count: int) -> str:
-    """Returns a number of tasks with their type, for messages.
+    """Returns a number of tasks with their type, or of files, for messages.
 
     Example:
 
@@ -62,7 +63,7 @@ def number_of(task_type: str, count: int) -> str:
     >>> number_of("ps", 2), number_of("worker", 1)
     ('2 parameter servers', '1 worker')
     """
-    return f"{count} {_WORDS[task_type][count > 1]}"
+    return f"{count} {_WORDS[task_type][count != 1]}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kdist.cluster.roles import number_of
 from kdist.launch.module import run_module
 from kdist.launch.plan import count_cores
 from kdist.measuring.drawing import COLORS, GREY, Chart, Report, draw_shares
@@ -194,7 +195,7 @@ def report(plan: Plan, everyone: Sequence[Measured]) -> Report:
         axes.legend()
 
     def shares(axes: Any) -> None:
-        draw_shares(axes, [(f"{one.num_workers} worker(s)", one.shares()) for one in everyone])
+        draw_shares(axes, [(number_of("worker", one.num_workers), one.shares()) for one in everyone])
 
     charts = [
         Chart("Speed", "Rows of global batches per second, by number of workers.", speeds),

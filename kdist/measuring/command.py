@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Sequence
 
+from kdist.cluster.roles import number_of
 from kdist.errors import InvalidArgumentError
 from kdist.launch.options import BACKEND_HELP, whole_number
 from kdist.launch.plan import BACKENDS
@@ -97,7 +98,7 @@ def _bench(options: argparse.Namespace) -> int:
         check_output(options.json)
     everyone = []
     for number in sorted(set(numbers)):
-        print(f"{number} worker(s) …", flush=True)
+        print(f"{number_of('worker', number)} …", flush=True)
         everyone.append(bench.measure(plan, number))
     print("\n" + _lines(bench.table(everyone)) + "\n")
     print("\n".join(bench.notes(plan, everyone)))

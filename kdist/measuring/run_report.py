@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from kdist.cluster.roles import number_of
 from kdist.errors import InvalidArgumentError, malformed_as
 from kdist.measuring import records, timeline
 from kdist.measuring.drawing import COLORS, GREY, Chart, Report, draw_shares
@@ -58,7 +59,9 @@ def _lead(run: Run) -> str:
     totals = [log.totals for log in run.workers]
     pace = pace_of(totals, run.exchanges_in_programs)
     missing = about["num_workers"] - len(run.workers)
-    words = [f"{about['num_workers']} worker(s) on {about['backend']}, {totals[0].steps:,} steps measured"]
+    words = [
+        f"{number_of('worker', about['num_workers'])} on {about['backend']}, {totals[0].steps:,} steps measured"
+    ]
     words += [f"{pace.rows_per_second:,.0f} rows/s"] if totals[0].rows else []
     words += [f"{pace.waiting_for_input:.0%} of the time spent waiting for input"]
     if len(totals) > 1:
@@ -68,7 +71,7 @@ def _lead(run: Run) -> str:
         ]
     text = ", ".join(words) + "."
     if missing > 0:  # negative if a job resumed with fewer workers
-        text += f" The files of {missing} worker(s) are missing from this directory."
+        text += f" The files of {number_of('worker', missing)} are missing from this directory."
     return text
 
 

@@ -69,7 +69,7 @@ def test_records_are_those_of_the_last_time_that_a_step_was_trained(tmp_path: Pa
 
 def test_a_report_names_the_worker_that_the_others_wait_for(folder: Path) -> None:
     report = run_report.read_report(str(folder))
-    assert "2 worker(s) on torch, 8 steps measured, 100 rows/s" in report.lead
+    assert "2 workers on torch, 8 steps measured, 100 rows/s" in report.lead
     assert "25% waiting for other workers; the slowest is worker 1." in report.lead
     head, *rows = report.table
     first, second = (dict(zip(head, row, strict=True)) for row in rows)
@@ -85,8 +85,7 @@ def test_a_job_that_went_on_with_fewer_workers_misses_no_file(folder: Path) -> N
     (folder / "worker-1.jsonl").unlink()
     write_worker(folder, 0, 0.05)
     assert (
-        "The files of 1 worker(s) are missing from this directory."
-        in run_report.read_report(str(folder)).lead
+        "The files of 1 worker are missing from this directory." in run_report.read_report(str(folder)).lead
     )
 
 
