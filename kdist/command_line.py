@@ -7,7 +7,6 @@ import difflib
 import importlib.util
 import os
 import re
-import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -191,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader, for example `head`, has read enough. Python would fail again when it flushes the output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return 1
 
 
 def _run(options: argparse.Namespace) -> int:
