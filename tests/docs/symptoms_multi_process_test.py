@@ -59,7 +59,7 @@ ENTRIES = {
     "Unsupported or misplaced call": ["mixed_strategies", "function_of_tensorflow"],
     "NaN": ["not_a_number"],
     "Different results": ["coupled_rows", "model_from_outside", "other_weights"],
-    "No such checkpoint": ["no_checkpoint"],
+    "No such checkpoint": ["no_checkpoint", "parent_of_checkpoints"],
     "Corrupt checkpoint": ["damaged_checkpoint", "missing_shard"],
     "Checkpoint does not match the model": ["checkpoint_of_another_model", "checkpoint_with_less"],
     "Different versions": ["newer_checkpoint"],

@@ -170,6 +170,7 @@ def model_from_outside() -> None:
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     with strategy().scope():
         model.compile("sgd", "mse")
+    model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
 
 
 def mixed_strategies() -> None:
@@ -234,6 +235,10 @@ def saved(folder: str = "checkpoints", **objects: Any) -> str:
 
 def no_checkpoint() -> None:
     kdist.Checkpoint(model=new_model()).restore("checkpoints/ckpt-7")
+
+
+def parent_of_checkpoints() -> None:
+    kdist.Checkpoint(model=new_model()).restore(str(Path(saved()).parent))
 
 
 def damaged_checkpoint() -> None:
