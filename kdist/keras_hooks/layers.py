@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -49,14 +50,16 @@ def hook_torch_images() -> None:
     https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
     """
     nn = _operations()
+    keras_transposes = getattr(nn, "_transpose_spatial_inputs", None)
+    if keras_transposes is None or len(inspect.signature(keras_transposes).parameters) > 1:
+        return  # Keras 3.16 chooses the memory format itself
 
     def transpose(original: Callable[..., object], images: Any) -> object:
         if images.ndim == 4 and running_model_replica() is not None:
             return images.permute(0, 3, 1, 2)
         return original(images)
 
-    if hasattr(nn, "_transpose_spatial_inputs"):  # in Keras 3.15
-        wrap(nn, "_transpose_spatial_inputs", transpose)
+    wrap(nn, "_transpose_spatial_inputs", transpose)
 
 
 def _operations() -> ModuleType:

@@ -79,6 +79,4 @@ def test_a_reader_that_has_read_enough_is_not_an_error():
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()
         said = process.stderr.read()
-    assert (
-        process.returncode == 1 and "Traceback" not in said and "BrokenPipe" not in said
-    ), said
+    assert process.returncode == 1 and "Traceback" not in said and "BrokenPipe" not in said, said
