@@ -38,22 +38,16 @@ LEFT_OUT = {
 """Names, modules and members of `tf.distribute` that kdist omits: the reason, and what to use instead."""
 
 ELSEWHERE = {
-    **{
-        name: f"kdist.{home}.{name}"
-        for home, names in {
-            "callbacks": ("BackupAndRestore",),
-            "cluster_resolver": ("ClusterResolver", "SlurmClusterResolver", "TFConfigClusterResolver"),
-            "coordinator": ("ClusterCoordinator",),
-            "experimental": (
-                "CentralStorageStrategy",
-                "CommunicationImplementation",
-                "CommunicationOptions",
-                "PreemptionCheckpointHandler",
-                "TerminationConfig",
-            ),
-        }.items()
-        for name in names
-    },
+    "BackupAndRestore": "kdist.callbacks.BackupAndRestore",
+    "ClusterResolver": "kdist.cluster_resolver.ClusterResolver",
+    "SlurmClusterResolver": "kdist.cluster_resolver.SlurmClusterResolver",
+    "TFConfigClusterResolver": "kdist.cluster_resolver.TFConfigClusterResolver",
+    "ClusterCoordinator": "kdist.coordinator.ClusterCoordinator",
+    "CentralStorageStrategy": "kdist.experimental.CentralStorageStrategy",
+    "CommunicationImplementation": "kdist.experimental.CommunicationImplementation",
+    "CommunicationOptions": "kdist.experimental.CommunicationOptions",
+    "PreemptionCheckpointHandler": "kdist.experimental.PreemptionCheckpointHandler",
+    "TerminationConfig": "kdist.experimental.TerminationConfig",
     "train": "kdist.Checkpoint and kdist.CheckpointManager",
 }
 """Names that users look for in `kdist`, and their places."""

@@ -259,7 +259,7 @@ MISMATCHES = {
     "batch size": "batch size",
     "epochs": "epochs",
     "initial_epoch": "initial_epoch",
-    "steps": "steps",
+    "steps": "number of batches",
     "validation data": "validation",
     "validation number of rows": "validation",
     "kind of data": "kind of data",

@@ -200,10 +200,14 @@ def large() -> Any:
         rows = strategy.experimental_distribute_values_from_function(rows_of)
         total = strategy.experimental_local_results(strategy.run(step, args=(rows,)))[0]
         results.append((keras.ops.convert_to_numpy(weight), float(total)))
+    empty = strategy.run(
+        lambda: kdist.get_replica_context().all_reduce("SUM", keras.ops.ones((0, 2), "float16"))
+    )
+    assert tuple(strategy.experimental_local_results(empty)[0].shape) == (0, 2)
     return model.get_weights()[0].item(), results
 
 
-@pytest.mark.kills("compressed_sums_not_divided")
+@pytest.mark.kills("compressed_sums_not_divided", jax_empty_sums_in_16_bits="[jax]")
 @each_backend
 def test_large_gradients_do_not_overflow(backend: str) -> None:
     (fitted, results), other = run(backend, 2, large)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # The interval in seconds at which a waiting worker checks whether the sender is still alive.
 _GLANCE = 1.0
 # Up to this number of workers, each one reads the message of each other one. With more workers, the chief reads them,
-# and stores all in one entry for the others. This takes a step more, but 2 n requests to the store instead of n * n.
+# and stores all in one entry for the others. This takes a step more, but about 3 n requests instead of n * n.
 MOST_DIRECT = 8
 # Above this number of bytes, the chief stores `_READ_THEM` instead.
 _MOST_COLLECTED = 1 << 24

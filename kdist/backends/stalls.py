@@ -277,7 +277,7 @@ def lost_error(
     return WorkerLostError(
         f"The job lost {named}. This worker needs {them} for {whereabouts.describe_wait()}.",
         received=received,
-        hint="Call the same methods on all workers, with the same number of steps. Do not call them only on the chief."
+        hint=f"Read the log of {whose}. If there is no error, call the same methods on all workers, as often on each."
         if lost and all(reason == ENDED for reason in lost.values())
         else f"Read the log of {whose or 'each other worker'}, then restart the job.",
     )

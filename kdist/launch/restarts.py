@@ -81,12 +81,6 @@ def read_options(
                 hint="For example: kdist run --num-workers 4 --min-workers 2 train.py",
             )
     faults = [injection.parse(text) for text in options.inject]
-    if faults and num_ps:
-        raise InvalidArgumentError(
-            "--inject cannot be combined with --num-ps, because workers of a chief do not run the training loop.",
-            received={"num_ps": num_ps, "inject": str(faults[0])},
-            hint="Remove --inject. To test a lost worker, terminate its process.",
-        )
     for fault in faults:
         if fault.worker is not None and fault.worker >= total:
             raise InvalidArgumentError(

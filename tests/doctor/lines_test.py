@@ -298,8 +298,10 @@ def test_clocks(offsets, status, says):
     assert line.status == status and line.says.startswith(says)
 
 
+@pytest.mark.kills("doctor_looks_at_a_directory_that_is_missing")
 def test_shared_folder():
     assert judge_shared("/data", ["", ""]).status == "ok"
+    assert "mkdir -p /no/such" in repr(judge_shared("/no/such", ["cannot be written (No such file)"]))
     line = judge_shared("/data", ["", "cannot be written (Permission denied)"])
     assert (line.status, line.says) == ("FAIL", "/data: cannot be written (Permission denied) on worker 1")
 

@@ -65,14 +65,6 @@ def test_an_option_that_the_help_does_not_list_is_accepted_and_not_suggested(tmp
     assert "Did you mean --nproc-per-node?" in capsys.readouterr().err
 
 
-@pytest.mark.kills("inject_without_an_effect")
-def test_faults_with_parameter_servers_are_refused(capsys, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text("")
-    assert main(["run", "-n", "2", "--num-ps", "1", "--inject", "kill:worker=1,step=2", str(script)]) == 2
-    assert "--inject cannot be combined with --num-ps" in capsys.readouterr().err
-
-
 @pytest.mark.kills("pipe_of_head_is_a_traceback")
 def test_a_reader_that_has_read_enough_is_not_an_error():
     command = [sys.executable, "-m", "kdist", "info"]

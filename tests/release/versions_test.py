@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
 
+from tests import versions
 from tests.helpers.environment import ROOT
 from tests.versions import BACKENDS, ENVIRONMENTS, NOTES, table
 
@@ -78,3 +80,13 @@ def test_a_cell_that_failed_shows() -> None:
     noted = {"versions": {"python": "3.11.7", "jax": "0.9.0"}, "cells": {"jax": [99, 100]}}
     lines = table({"some": noted}).splitlines()
     assert "| JAX | 0.9.0<br>✗ 99/100 |" in lines and "| PyTorch | – |" in lines
+
+
+def test_a_run_without_failures_does_not_replace_a_run_of_more_cells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "NOTES", tmp_path / "versions.json")
+    more, fewer, bad = {"jax-1": "passed", "jax-2": "passed"}, {"jax-3": "passed"}, {"jax-3": "failed"}
+    for results, good, left in ((more, True, [2, 2]), (fewer, True, [2, 2]), (bad, False, [0, 1])):
+        assert versions.note("newest", results) == good
+        assert json.loads(versions.NOTES.read_text())["newest"]["cells"] == {"jax": left}

@@ -112,12 +112,14 @@ def test_an_error_on_one_worker_ends_the_others_and_is_told(start: Callable[...,
     assert job.seconds(1 - whom, since=whom) < _PROMISED
 
 
+@pytest.mark.kills(hint_for_a_worker_that_ended="[1]")
 @pytest.mark.parametrize("whom", [0, 1])
 @pytest.mark.in_turn(4)
 def test_a_worker_that_exits_ends_the_others(start: Callable[..., Job], whom: int) -> None:
     job = start("exit", whom)
     assert job.wait() == {whom: 3, 1 - whom: 1}
     assert f"lost {job.name(whom)}: it ended before the others" in job.output(1 - whom)
+    assert "If there is no error, call the same methods on all workers" in job.output(1 - whom)
 
 
 @pytest.mark.parametrize("whom", [0, 1])
