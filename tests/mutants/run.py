@@ -115,10 +115,11 @@ def copy_of(root: Path) -> Iterator[Path]:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, copy / name)
         for folder in {name.parent for name in names if name.suffix == ".py"}:
-            # Compiled files save time; Python ignores them for files that a mutant changes.
-            compiled = root / folder / "__pycache__"
+            # Compiled files save time; Python ignores them for files that a mutant changes. The files of pytest
+            # contain the path of the original, so that tests that look for their own file would not find it.
+            compiled, ignored = root / folder / "__pycache__", shutil.ignore_patterns("*-pytest-*")
             if compiled.is_dir():
-                shutil.copytree(compiled, copy / folder / "__pycache__", dirs_exist_ok=True)
+                shutil.copytree(compiled, copy / folder / "__pycache__", dirs_exist_ok=True, ignore=ignored)
         try:
             yield copy
         finally:

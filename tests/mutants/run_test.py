@@ -267,3 +267,16 @@ def test_an_archive_is_copied_without_its_environment(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     assert sorted(map(str, run.files_of(tmp_path))) == [".ci/run", "kdist/x.py"]
+
+
+@pytest.mark.kills("mutants_run_with_compiled_tests_of_the_original")
+def test_a_copy_has_no_tests_that_name_the_original(tmp_path: Path) -> None:
+    tree = _tree(tmp_path)
+    compiled = tree / "kdist" / "__pycache__"
+    compiled.mkdir(exist_ok=True)
+    for name in ("x.cpython-311.pyc", "x_test.cpython-311-pytest-9.1.1.pyc"):
+        (compiled / name).touch()
+    with run.copy_of(tree) as copy:
+        found = {path.name for path in (copy / "kdist" / "__pycache__").iterdir()}
+    assert "x.cpython-311.pyc" in found
+    assert not any("pytest" in name for name in found)
