@@ -35,7 +35,7 @@ _T = torch.Tensor
 _READS_NUMBERS = frozenset(
     (
         *(_T.numpy, _T.tolist, _T.item, _T.data_ptr, _T.untyped_storage, _T.storage, _T.__array__),
-        *(_T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__dlpack__, _T.data.__get__),
+        *(_T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__dlpack__),
     )
 )
 # Operations that return the same tensor again, because a replay computes no gradients and keeps the shape.
@@ -117,6 +117,7 @@ class Recording:
         self.reason = ""
         """The reason why the step cannot be replayed."""
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._data: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._generators: dict[int, tuple[torch.Generator, Name]] = {}
         self._variables = {id(tensor) for tensor in variables}
         self._metrics = {id(tensor) for tensor in metrics}
@@ -141,6 +142,13 @@ class Recording:
         self.reason = self.reason or reason
         self.operations.clear()
         self.constants.clear()
+
+    def note_data(self, data: torch.Tensor) -> None:
+        """Notes that Python has read the attribute `data` of a tensor. The step may look at it, but not use it.
+
+        PyTorch calls no operation for it, so the recording could not find the tensor to which it belongs.
+        """
+        self._data[data] = True
 
     def is_variable(self, name: Name) -> bool:
         """Returns whether a constant is a tensor of the model."""
@@ -238,6 +246,8 @@ class Recording:
     def _name(self, leaf: object) -> object:
         if isinstance(leaf, torch.Tensor):
             found = self._find(leaf)
+            if leaf in self._data:
+                self.refuse("the step uses the attribute `data` of a tensor")
             if found is None:
                 found = self._set(leaf, Name(f"c{len(self.constants)}"))
                 self.constants[found.text] = leaf
@@ -357,4 +367,9 @@ class _Functions(TorchFunctionMode):
             return self._recording.whole(func, *args, **kwargs)
         if func in _READS_NUMBERS:
             self._recording.refuse(f"Python reads the numbers of a tensor ({func.__name__})")
-        return func(*args, **kwargs)
+        if func == _T.data.__set__:
+            self._recording.refuse("the step sets the attribute `data` of a tensor")
+        result = func(*args, **kwargs)
+        if func == _T.data.__get__:  # Keras 3.16 looks at its type whenever it assigns a variable
+            self._recording.note_data(result)
+        return result

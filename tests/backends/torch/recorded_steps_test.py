@@ -116,6 +116,26 @@ def test_an_early_exchange_leaves_random_numbers_and_writes_in_their_order():
         np.testing.assert_array_equal(actual, wanted)
 
 
+@pytest.mark.kills("torch_data_of_tensors_recorded", "torch_data_of_tensors_set")
+def test_a_step_may_look_at_data_but_not_use_it():
+    def set_data(x, weight):
+        weight.data = x
+
+    steps = {
+        lambda x, weight: weight.add_(x) if isinstance(weight.data, torch.nn.Parameter) else x * 2: "",
+        lambda x, weight: weight.data.add_(x): "the step uses the attribute `data` of a tensor",
+        lambda x, weight: (x * 2).data: "the step uses the attribute `data` of a tensor",
+        set_data: "the step sets the attribute `data` of a tensor",
+    }
+    for step, reason in steps.items():
+        x, weight = torch.ones(2), torch.zeros(2)
+        recording = Recording([x], [weight])
+        with recording.running():
+            outputs = step(x, weight)
+        recording.results(outputs)
+        assert recording.reason == reason
+
+
 def test_a_step_that_writes_elsewhere_is_not_replayed():
     x, elsewhere = torch.ones(2), torch.zeros(2)
     for write in (lambda: elsewhere.add_(x), lambda: elsewhere.view(2, 1).mul_(2)):
