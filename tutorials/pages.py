@@ -1,7 +1,7 @@
 """Makes each tutorial a page of the site, and an overview of all: a hook of MkDocs.
 
-The notebooks lie beside `docs/`, so that links of the one to the other work where the repository is read. On the site
-the tutorials are a folder of it.
+The notebooks are beside `docs/`. On the site, they are in a directory of it. Links between pages and notebooks have
+the form that works in the repository, and this hook changes them for the site.
 """
 
 from __future__ import annotations
@@ -45,6 +45,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.append(File.generated(config, f"tutorials/{path.name}", content=path.read_bytes()))
     files.append(File.generated(config, "tutorials/index.md", content=overview))
     return files
+
+
+def on_page_markdown(markdown: str, **others: object) -> str:
+    """MkDocs calls this with the text of each page."""
+    markdown = re.sub(r"\.\./(tutorials/\d\d-[\w-]+)\.ipynb", r"\1.md", markdown)
+    return re.sub(r"\.\./tutorials/(?=\))", "tutorials/index.md", markdown)
 
 
 def row(notebook: dict[str, Any], name: str, figure: str) -> str:

@@ -77,9 +77,9 @@ def test_the_table_shows_what_failed_and_what_was_not_run() -> None:
 
 
 def test_links_between_files_lead_somewhere() -> None:
-    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
-        for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
-            assert "://" in target or (ROOT / target).exists(), f"{page.name}: {target}"
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
+        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
+            assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
 
 
 def test_the_extras_that_pages_name_are_there() -> None:
