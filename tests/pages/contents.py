@@ -19,7 +19,7 @@ __all__ = ["PAGES", "ROOT"]
 
 def _resume() -> bytes:
     """Returns the figure of tutorial 8: a job that was killed twice, over a run without a failure."""
-    path = ROOT / "tutorials" / "08-saving-stopping-going-on.ipynb"
+    path = ROOT / "tutorials" / "08-resume-training.ipynb"
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     (cell,) = [cell for cell in cells if "cover" in cell["metadata"].get("tags", [])]
     (image,) = [
