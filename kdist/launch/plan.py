@@ -27,6 +27,8 @@ _STALE = (
     "ROLE_RANK",
     "ROLE_WORLD_SIZE",
 )
+# TensorFlow's native code logs about ten lines per worker at each start. JAX has the same default.
+_QUIET = {"TF_CPP_MIN_LOG_LEVEL": "1"}  # warnings and errors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,7 +274,7 @@ def environ_of(
 ) -> dict[str, str]:
     """Returns the environment of one task. `variables` override inherited ones, and `extra` all others."""
     inherited = {name: value for name, value in environ.items() if name not in _STALE}
-    told = {**inherited, **variables, JOB_VARIABLE: job_id, "PYTHONUNBUFFERED": "1"}
+    told = {**_QUIET, **inherited, **variables, JOB_VARIABLE: job_id, "PYTHONUNBUFFERED": "1"}
     if backend is not None:
         told["KERAS_BACKEND"] = backend.lower()
     return {**told, **extra}

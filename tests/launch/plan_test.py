@@ -43,6 +43,14 @@ def test_tf_config_and_torchruns_variables_agree():
     assert len({worker.address for worker in plan.workers}) == 3
 
 
+@pytest.mark.kills("tensorflow_logs_each_start", "log_level_of_the_user_overruled")
+def test_tensorflow_logs_warnings_and_errors_unless_the_user_sets_a_level():
+    for environ, level in (({}, "1"), ({"TF_CPP_MIN_LOG_LEVEL": "0"}, "0")):
+        plan = plan_job(1, environ=environ)
+        plan.release_ports()
+        assert plan.workers[0].environ["TF_CPP_MIN_LOG_LEVEL"] == level
+
+
 def test_hosts():
     port = neighboring_ports(2)
     hosts = ["192.0.2.7:5000", f"127.0.0.1:{port}"]
