@@ -97,3 +97,45 @@ def test_no_rows_to_train_is_a_clear_error(backend):
                 "Received: rows=0",
                 "Pass at least one row.",
             ]
+
+
+def fit_with_own_evaluate(under_strategy):
+    """Returns the validation results of models that override `evaluate`, and the number of their calls."""
+    import keras
+
+    class Passes(keras.Model):
+        def evaluate(self, *args, **kwargs):
+            calls.append(sorted(kwargs))
+            return super().evaluate(*args, **kwargs) | {"doubled": 2.0 * len(calls)}
+
+    class Alone(keras.Model):
+        def evaluate(self, x=None, y=None, **kwargs):
+            calls.append(len(x))
+            return super().evaluate(x * 2, y, batch_size=3, verbose=0, return_dict=True)
+
+    x, y = make_data(10)
+    found = {}
+    for kind, validation_data in ((Passes, batches(4)), (Alone, (x[:7], y[:7]))):
+        calls = []
+        with scope(under_strategy):
+            keras.utils.set_random_seed(3)
+            inputs = keras.Input((3,))
+            model = kind(inputs, keras.layers.Dense(1)(inputs))
+            model.compile("sgd", "mse", metrics=["mae"])
+        fit = {"batch_size": 4, "epochs": 3, "shuffle": False, "verbose": 0, "validation_freq": 2}
+        history = model.fit(x, y, validation_data=validation_data, **fit).history
+        found[kind.__name__] = {key: list(map(float, values)) for key, values in history.items()}, calls
+    return found
+
+
+@pytest.mark.kills("validation_without_the_users_evaluate", "evaluate_of_fit_reads_the_data_again")
+@each_backend
+def test_the_validation_calls_an_overridden_evaluate(backend):
+    expected = run_plain(backend, fit_with_own_evaluate, False)
+    assert len(expected["Passes"][1]) == 1 and expected["Passes"][0]["val_doubled"] == [2.0]
+    for found in run(backend, 2, fit_with_own_evaluate, True):
+        for name, (history, calls) in expected.items():
+            assert found[name][1] == calls, name
+            assert found[name][0].keys() == history.keys(), name
+            for key, values in history.items():
+                assert found[name][0][key] == pytest.approx(values, rel=1e-5, abs=2e-6), (name, key)

@@ -140,6 +140,14 @@ def should_validate(model: keras.Model, epoch: int, freq: int | Sequence[int]) -
     return bool(model._should_eval(epoch, freq))
 
 
+def overrides(model: keras.Model, name: str) -> bool:
+    """Returns whether a model or its class replaces a method of `keras.Model`, such as `evaluate`."""
+    import keras
+
+    owner = next(parent for parent in type(model).__mro__ if name in vars(parent))
+    return name in vars(model) or owner not in keras.Model.__mro__
+
+
 def pythonify_logs(logs: Mapping[str, object]) -> dict[str, float]:
     """Converts logs to Python floats, flattened and sorted, as Keras does."""
     from keras.src.utils.python_utils import pythonify_logs as keras_pythonify_logs

@@ -27,6 +27,7 @@ from kdist.training.batches import GlobalBatches
 from kdist.training.ending import Ending
 from kdist.training.progress import Progress
 from kdist.training.session import Session, session_of
+from kdist.training.validation import Validation, evaluate_batches
 from kdist.training.voting import Ballot, act_on_batches
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def fit(
                     shuffle=shuffle,
                     class_weight=class_weight,
                 ),
-                _Validation(
+                Validation(
                     session,
                     validation_data,
                     validation_freq,
@@ -115,7 +116,7 @@ def fit(
 def _train(
     session: Session,
     batches: GlobalBatches,
-    validation: _Validation,
+    validation: Validation,
     callbacks: keras.callbacks.CallbackList,
     initial_epoch: int,
     epochs: int,
@@ -185,37 +186,6 @@ def _train(
     ending.leave()
 
 
-class _Validation:
-    """The validation data of `fit`, and the epochs in which it validates."""
-
-    def __init__(
-        self, session: Session, data: object, freq: int | Sequence[int], **arguments: object
-    ) -> None:
-        self._session = session
-        self._freq = freq
-        self._batches: GlobalBatches | None = None
-        if data is not None:
-            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-            self._batches = session.iterator(x=x, y=y, sample_weight=sample_weight, **arguments)
-
-    def facts(self) -> dict[str, object]:
-        if self._batches is None:
-            return {"validation data": None}
-        return {f"validation {name}": value for name, value in self._batches.facts().items()}
-
-    def close(self) -> None:
-        if self._batches is not None:
-            self._batches.close()
-
-    def run(self, epoch: int, callbacks: keras.callbacks.CallbackList) -> dict[str, float]:
-        if self._batches is None or not keras_hooks.should_validate(self._session.model, epoch, self._freq):
-            return {}
-        whereabouts.enter("validation")
-        faults.point("validation")
-        logs = _evaluate(self._session, self._batches, callbacks)
-        return {f"val_{name}": value for name, value in logs.items()}
-
-
 def evaluate(
     strategy: StrategyLike,
     model: keras.Model,
@@ -227,9 +197,14 @@ def evaluate(
     steps: int | None = None,
     callbacks: UserCallbacks = None,
     return_dict: bool = False,
+    _use_cached_eval_dataset: bool = False,
 ) -> dict[str, float] | list[float] | float:
     """Returns the loss and the metrics. Arguments and result are the same as for `keras.Model.evaluate`."""
     keras_hooks.require_compiled(model, "evaluate")
+    session = session_of(strategy, model)
+    if _use_cached_eval_dataset and session.validation is not None:
+        logs = evaluate_batches(session, session.validation, callbacks)
+        return keras_hooks.python_logs(model, logs, return_dict)
     data = {
         "x": x,
         "y": y,
@@ -238,7 +213,7 @@ def evaluate(
         "steps_per_epoch": steps,
     }
     with _one_epoch(strategy, model, "evaluate", callbacks, verbose, **data) as (session, batches, callbacks):
-        logs = _evaluate(session, batches, callbacks)
+        logs = evaluate_batches(session, batches, callbacks)
     return keras_hooks.python_logs(model, logs, return_dict)
 
 
@@ -264,29 +239,6 @@ def _one_epoch(
                 yield session, batches, session.callback_list(callbacks, verbose, batches)
             finally:
                 batches.close()
-
-
-def _evaluate(
-    session: Session, batches: GlobalBatches, callbacks: keras.callbacks.CallbackList
-) -> dict[str, float]:
-    model = session.model
-    batches.reset()
-    function = session.function("test")
-    model.stop_evaluating = False
-    logs: Mapping[str, object] = {}
-    with function, tracing.span("validation", "validation"):
-        callbacks.on_test_begin()
-        model.reset_metrics()
-        for begin, end, data in batches:
-            callbacks.on_test_batch_begin(begin)
-            with session.step_span("test", begin, end):
-                logs = function(data)
-            callbacks.on_test_batch_end(end, logs)
-            if model.stop_evaluating:
-                break
-    logs = keras_hooks.pythonify_logs(keras_hooks.metrics_or_logs(model, logs))
-    callbacks.on_test_end(logs)
-    return logs
 
 
 def predict(

@@ -44,6 +44,8 @@ class Session:
         self._unused: set[str] = set()
         self.progress: Progress | None = None
         """The position of `fit` while it runs."""
+        self.validation: GlobalBatches | None = None
+        """The validation data while a method `evaluate` of the user runs in `fit`."""
         # Whether this worker has loaded weights, which may differ from the weights of other workers.
         self.has_loaded = False
 

@@ -100,7 +100,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "PJRT_NPROC": "threads of XLA; set if you request several CPU devices",
         "PYTHONPATH": "import path; extended for workers on Ray",
         "PYTHONUNBUFFERED": "set by the launcher to show output live",
-        "TF_CPP_MIN_LOG_LEVEL": "level of TensorFlow's native log, set by the launcher to hide messages about a normal start",
+        "TF_CPP_MIN_LOG_LEVEL": "level of TensorFlow's native log, set by the launcher to hide all but problems",
         "XLA_FLAGS": "a number of CPU devices in it is an error: pass device names to the strategy instead",
     },
     "TF_CONFIG and torchrun": {
