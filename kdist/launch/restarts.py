@@ -158,6 +158,9 @@ class Job:
                     return 0
                 _say("\n" + _failure(failed, workers, outcome.lost_server))
                 again = self._again(failed, outcome)
+                if again is not None and outcome.stopped is not None:
+                    _say(f"kdist: received {_signal(outcome.stopped)}; the job is not restarted.")
+                    again = None
                 if again is None:
                     return report.shell_exit_code(failed.exit_code or 1)
                 _say(again)
@@ -282,13 +285,16 @@ class Job:
 
 
 def _end_interrupted(workers: Sequence[WorkerProcess], signum: int) -> int:
-    name = "Ctrl-C" if signum == signal.SIGINT else linux.signal_name(signum)
-    print(f"kdist: received {name}; all workers have exited.", file=sys.stderr)
+    print(f"kdist: received {_signal(signum)}; all workers have exited.", file=sys.stderr)
     codes = {worker.exit_code for worker in workers if not worker.plan.helps}
     # If all workers handled the signal (saved a checkpoint and exited with 0), the job has succeeded.
     if codes == {0}:
         return 0
     return liveness.PREEMPTED if codes <= {0, liveness.PREEMPTED} else 128 + signum
+
+
+def _signal(signum: int) -> str:
+    return "Ctrl-C" if signum == signal.SIGINT else linux.signal_name(signum)
 
 
 def _failure(

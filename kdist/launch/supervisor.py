@@ -36,6 +36,7 @@ class Outcome:
     lost: int = 0  # workers that were killed, stopped or hung
     lost_server: WorkerProcess | None = None
     interrupted: int | None = None
+    stopped: int | None = None  # the signal to the launcher, if it came after the failure
     unfinished: list[WorkerProcess] = dataclasses.field(default_factory=list)  # at the timeout
 
 
@@ -259,6 +260,7 @@ class Supervisor:
             signal.set_wakeup_fd(wakeup)
             for signum, handler in before.items():
                 signal.signal(signum, handler)
+            self._on_signals(ours)  # a signal since the last step
             ours.close()
             theirs.close()
 
@@ -272,6 +274,8 @@ class Supervisor:
         if self._outcome.interrupted is not None or self._outcome.failed is not None:
             if signum == signal.SIGINT:
                 self._kill_at = 0.0  # the second Ctrl-C
+            if self._outcome.interrupted is None:
+                self._outcome.stopped = signum
             return
         self._outcome.interrupted = signum
         self._ending = True

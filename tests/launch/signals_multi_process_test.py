@@ -96,3 +96,23 @@ def test_workers_may_end_in_peace(run):
     job.process.send_signal(signal.SIGTERM)
     assert job.wait() == 0
     assert "saved 0" in job.stdout() and "saved 1" in job.stdout()
+
+
+@pytest.mark.kills("launch_signal_after_failure_ignored")
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_after_a_failure_prevents_the_restart(run, signum):
+    # The launcher terminates worker 1 because worker 0 has failed. At this moment, the launcher gets the signal.
+    job = run(
+        f"""
+        say("start", os.environ["KDIST_RESTART"])
+        if rank == 0:
+            while not os.path.exists("ready"): time.sleep(0.02)
+            sys.exit(7)
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), {int(signum)}))
+        open("ready", "w").close()
+        time.sleep(60)
+        """,
+        "-n", "2", "--max-restarts", "1",
+    )  # fmt: skip
+    assert job.wait() == 7
+    assert "start 1" not in job.stdout() and "; the job is not restarted." in job.stderr()
