@@ -138,10 +138,11 @@ class PreemptionCheckpointHandler:
     Example:
 
     ```python
-    checkpoint = kdist.Checkpoint(model=model, optimizer=optimizer, step=0)
+    checkpoint = kdist.Checkpoint(model=model, optimizer=optimizer, dataset=dataset, step=0)
     handler = kdist.experimental.PreemptionCheckpointHandler(None, checkpoint, "preempted")
+    iterator = iter(dataset)
     while checkpoint.step < 10_000:
-        handler.run(train_step, next(iterator))
+        handler.run(train_step, iterator)
         checkpoint.step += 1
     ```
     """
@@ -189,7 +190,8 @@ class PreemptionCheckpointHandler:
 
         Args:
             distributed_train_function: A function that calls `strategy.run`.
-            *args: The positional arguments of the function.
+            *args: The positional arguments of the function. Pass an iterator instead of its next batch, so that
+                the batch is not lost if `run` saves the position of the dataset and exits.
             **kwargs: The keyword arguments of the function.
 
         Returns:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import os
+import signal
+import time
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
 
 from tests.docs.examples import Run, each_example, run_example, runs
 from tests.docs.things import assert_same, dataset, images, model_with_and_without_kdist, new_model, rows
@@ -73,16 +78,33 @@ def resuming_1(example: Run) -> None:
     assert config.grace_period == 300 and config.termination_watcher_fn() is False
 
 
-@runs(replaced=("10_000", "20"))
+@runs(replaced=("10_000", "200"))
 def resuming_2(example: Run) -> None:
+    import keras
+
     import kdist
 
-    taken = []
-    model = new_model()
-    given = {"optimizer": model.optimizer, "train_step": taken.append, "iterator": itertools.count()}
-    left = example(kdist=kdist, model=model, **given)
+    taken: list[int] = []
+
+    def train_step(iterator: Any) -> None:
+        mine = strategy().experimental_local_results(next(iterator))[0]
+        taken.append(int(keras.ops.convert_to_numpy(mine)[0]))
+        if taken == [0, 1, 2]:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.02)
+
+    def start() -> Any:
+        batches = [np.full(2, number) for number in range(200)]
+        given = {"dataset": strategy().experimental_distribute_dataset(batches), "train_step": train_step}
+        model = new_model()
+        return example(kdist=kdist, model=model, optimizer=model.optimizer, **given)
+
+    with pytest.raises(SystemExit):
+        start()
+    assert 3 <= len(taken) < 200
+    left = start()
     left["handler"].close()
-    assert taken == list(range(20)) and left["checkpoint"].step == left["handler"].total_run_calls == 20
+    assert taken == list(range(200)) and left["checkpoint"].step == 200, "no batch is lost or repeated"
 
 
 def resuming_3(example: Run) -> None:
@@ -112,6 +134,7 @@ def saving_1(example: Run) -> None:
         assert_same(new_model(), loaded)
 
 
+@pytest.mark.kills(handler_saves_after_the_step="-resuming_2]")
 @each_example(globals())
 def test_example(backend: str, name: str, tmp_path: Path) -> None:
     run_example(globals(), backend, name, tmp_path)
