@@ -13,6 +13,7 @@ from kdist.backends import get_backend
 from kdist.backends.contract import ReplicaBatches, Runtime
 from kdist.backends.coordination import PerWorkerValues
 from kdist.backends.messages import read_on_all
+from kdist.cluster.logs import logger
 from kdist.communication import interrupts
 from kdist.data.agreement import open_steps, split_batch
 from kdist.data.distributed_dataset import DistributedDataset
@@ -172,18 +173,39 @@ class GlobalBatches:
 
     def position(self) -> dict[str, Any]:
         """Returns the position in the data for `go_to` in another process, as JSON."""
-        position = self._passes.position()
+        position = self._passes.position() | {"batches": self._batches_of_a_pass()}
         if self._distributed is not None:
             position |= {"taken": 0, "dataset": self._distributed.get_state()}
         return position
 
     def go_to(self, position: Mapping[str, Any], step: int) -> None:
         """Makes the next epoch resume at `position`, after `step` completed steps of the epoch."""
+        self._warn_of_other_batches(position.get("batches") or {}, step or position["taken"])
         self.reset()
         self._passes.record()
         self._passes.go_to(position, step)
         if self._distributed is not None:
             self._distributed.set_state(position["dataset"])
+
+    def _batches_of_a_pass(self) -> dict[str, int]:
+        """Returns the size and the number of the batches, as far as they are known."""
+        adapter = self.iterator.data_adapter
+        known = {"batch size": adapter.batch_size, "number of batches": adapter.num_batches}
+        return {name: int(number) for name, number in known.items() if number is not None}
+
+    def _warn_of_other_batches(self, saved: Mapping[str, int], consumed: int) -> None:
+        """Warns if this `fit` has other batches than the backup, because the position counts batches."""
+        here = self._batches_of_a_pass()
+        differ = [name for name in here if here[name] != saved.get(name, here[name])]
+        if consumed and differ and self.runtime.worker_index == 0:
+            logger.warning(
+                "the batches of `fit` have changed since the backup, in which %d batches of the data were consumed. "
+                "This epoch repeats or skips rows. In the backup: %s; now: %s.\n"
+                "To resume with the same rows, pass the same data and the same batch size.",
+                consumed,
+                ", ".join(f"{name} {saved[name]}" for name in differ),
+                ", ".join(f"{name} {here[name]}" for name in differ),
+            )
 
     def __iter__(self) -> Iterator[tuple[int, int, Sequence[ReplicaBatches]]]:
         """Yields the indices of the first and the last step, and the batches of each execution."""
