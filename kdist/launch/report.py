@@ -81,6 +81,7 @@ def failure_block(
     *,
     log_file: str | None = None,
     others: Sequence[str] = (),
+    ended: Sequence[str] = (),
     frozen: bool = False,
     kind: str = "workers",
     after: str = "",
@@ -93,8 +94,9 @@ def failure_block(
         stderr_lines: The last lines of its stderr.
         log_file: The file with its whole output.
         others: The names of the other workers of this machine, which were terminated.
+        ended: The names of the workers that had ended with exit code 0 before.
         frozen: Whether a signal had stopped the worker.
-        kind: The noun for `others`.
+        kind: The noun for `others` and `ended`.
         after: The name of a server that was lost before.
     """
     when = f"after the loss of {after}" if after else "first"
@@ -104,6 +106,8 @@ def failure_block(
         foot.append(
             "If you did not send SIGKILL, the machine probably ran out of memory. Check: dmesg -T | grep -i oom"
         )
+    if ended:
+        foot.append(f"Before that, these {kind} had ended with exit code 0: {listed(ended)}.")
     if others:
         foot.append(f"kdist terminated the other {kind}: {listed(others)}.")
     if log_file:

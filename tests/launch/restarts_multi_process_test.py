@@ -68,6 +68,17 @@ def test_without_the_option_nothing_is_started_again(run):
     assert (code, len(starts)) == (137, 2) and "restart" not in err
 
 
+@pytest.mark.kills("launch_ended_worker_not_reported")
+def test_the_report_names_a_worker_that_has_ended_before(run):
+    script = "if rank == 0: sys.exit(0)\ntime.sleep(0.5 if rank == 1 else 60)\nsys.exit('rank 0 is missing')"
+    code, _, err = run(script, "-n", "3")
+    assert code == 1
+    assert err.endswith(
+        "rank 0 is missing\nBefore that, these workers had ended with exit code 0: worker 0.\n"
+        "kdist terminated the other workers: worker 2.\n"
+    )
+
+
 @pytest.mark.kills("launch_too_few_workers")
 def test_it_goes_on_with_fewer_workers_but_not_too_few(run):
     script = """
