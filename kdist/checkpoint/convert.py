@@ -10,6 +10,7 @@ from kdist.checkpoint.index import Index
 from kdist.errors import CheckpointError, InvalidArgumentError
 from kdist.keras_hooks.saving import safe_mode
 from kdist.named import call_function
+from kdist.whole_files import check_output, is_remote, normal, write_whole
 
 _SUFFIXES = (".weights.h5", ".keras")
 
@@ -27,7 +28,8 @@ def convert(path: str, output: str, name: str | None = None, model: str | None =
         A note for the user, or "".
 
     Raises:
-        InvalidArgumentError: If the suffix is not supported, or the name does not select a model.
+        InvalidArgumentError: If the suffix is not supported, the file cannot be written, or the name does not
+            select a model.
         CheckpointError: If the checkpoint is corrupt, or Keras cannot build the model.
     """
     if not output.endswith(_SUFFIXES):
@@ -36,16 +38,18 @@ def convert(path: str, output: str, name: str | None = None, model: str | None =
             received={"output": output},
             hint="Use a name such as model.weights.h5 or model.keras.",
         )
+    if not is_remote(output):
+        check_output(output)
     index = read_index(path)
     name = _name(index, name)
     made, note = (call_function(model), "") if model else _make(path, index, name)
     status = Checkpoint(random=False, **{name: made}).read(path)
     if output.endswith(".keras"):
-        made.save(output)
+        write_whole(normal(output), made.save, 0)
         lost = [part for part in status.unused if part == f"{name}.optimizer"]
         note = note or ("The file does not contain the optimizer." if lost else "")
     else:
-        made.save_weights(output)
+        write_whole(normal(output), made.save_weights, 0)
     return note
 
 

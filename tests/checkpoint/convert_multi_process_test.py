@@ -85,6 +85,10 @@ def in_worker_convert(folder):
     convert("the only one", "one", "one.keras")
     convert("which", "several", "which.keras")
     convert("no such name", "several", "no.keras", "--name", "third")
+    convert("no such directory", "one", "missing/one.keras")
+    os.mkdir("directory.keras")
+    convert("a directory", "one", "directory.keras")
+    os.rmdir("directory.keras")
     convert("second", "several", "second.keras", "--name", "second")
     convert("weights", "several", "plain.weights.h5", "--name", "plain")
     convert("unknown loss", "several", "plain.keras", "--name", "plain")
@@ -115,7 +119,7 @@ def in_worker_convert(folder):
     return said, expected, files, found, steps
 
 
-@pytest.mark.kills("checkpoint_bytecode_converted")
+@pytest.mark.kills("checkpoint_bytecode_converted", "checkpoint_convert_raises")
 def test_which_model_and_who_makes_it(tmp_path):
     ((said, expected, files, found, steps),) = run("torch", 1, in_worker_convert, str(tmp_path))
     for name, model in {
@@ -141,6 +145,8 @@ WRONG = {
     "unsafe": (1, "lambda", "--model module:function"),
     "which": (2, "several models", "name=None", "['plain', 'second', 'own']", "--name plain"),
     "no such name": (2, "no model 'third'", "name='third'"),
+    "no such directory": (2, "Cannot write the output file.", "mkdir -p missing"),
+    "a directory": (2, "Cannot write the output file.", "Is a directory"),
     "cannot be made": (1, "model='own'", "--model module:function"),
     "no such function": (2, "Cannot create the model: ", "missing"),
     "no such module": (2, "Cannot create the model: ", "no_module"),
