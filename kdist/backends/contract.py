@@ -202,6 +202,10 @@ class Runtime(ABC):
         """Returns the range of rows of each replica in a global batch; see `split_rows`."""
         return split_rows(num_rows, self.num_replicas, self.needs_equal_shapes)
 
+    def finish_steps(self) -> None:
+        """Waits for steps that run in the background, so that the variables contain all of them."""
+        return
+
     def note_even(self, batch: Structure) -> None:
         """Receives a batch of a distributed dataset if its parts have the same shapes on all workers."""
         return

@@ -115,6 +115,10 @@ class CoordinatorRuntime:
         with local, self._coordination.scope():
             yield
 
+    def finish_steps(self) -> None:
+        """Waits until the servers have applied all scheduled steps."""
+        self._coordination.closures.wait()
+
     def broadcast_variables(self, variables: Sequence[keras.Variable]) -> None:
         """Moves new variables to the servers."""
         self._coordination.give(variables)

@@ -68,6 +68,7 @@ class Progress:
 
         All workers return the chief's state, so that `fit` can resume with any number of workers.
         """
+        self._batches.runtime.finish_steps()  # the position counts them
         states = gather(self._batches.runtime, self._state())
         return {**states[0], "has_stopped": any(state["has_stopped"] for state in states)}
 

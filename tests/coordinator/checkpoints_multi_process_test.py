@@ -115,3 +115,30 @@ def test_a_job_that_has_lost_a_server_goes_on_from_its_backup(backend: str, tmp_
         second = tasks.coordinate(source).finish()
         assert [fact["epoch"] for fact in facts(first)] == [0, 1, 2]
         assert facts(second) == [{"epoch": 2, "iterations": 8}, {"epoch": 3, "iterations": 12}]
+
+
+@pytest.mark.kills("coordinator_backup_without_its_last_steps")
+@each_backend_in_twelve_turns
+def test_a_backup_in_the_middle_of_an_epoch_contains_all_steps_before_its_position(
+    backend: str, tmp_path: Path
+) -> None:
+    source = """
+    from kdist.checkpoint.checked_reading import read_index, read_tensors
+
+    x = np.random.default_rng(0).random((96, 5)).astype("float32")
+    strategy = kdist.ParameterServerStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(7), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+    backup = kdist.callbacks.BackupAndRestore("backup", save_freq=5, delete_checkpoint=False, max_to_keep=9)
+    model.fit(x, x[:, :1], batch_size=8, epochs=2, verbose=0, callbacks=[backup])
+    for number in range(1, 5):
+        index = read_index(f"backup/ckpt-{number}")
+        counter = next(tensor for tensor in index.tensors if tensor.name == "model.optimizer/0/iteration")
+        applied = int(read_tensors(f"backup/ckpt-{number}", index, [counter])[counter.name])
+        position = index.states["fit"][0]
+        tell(applied=applied, counted=12 * position["epoch"] + position["step"])
+    """
+    with cluster(backend, tmp_path, 2, 1) as tasks:
+        done = tasks.coordinate(source).finish()
+        assert facts(done) == [{"applied": steps, "counted": steps} for steps in (5, 10, 15, 20)]
