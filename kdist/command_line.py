@@ -129,12 +129,10 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "demo", help="train a small network on one device and on two workers, and compare the results"
     )
     demo.add_argument(
-        "-n", "--num-workers", type=int, default=2, metavar="COUNT", help="number of workers (default: 2)"
+        "-n", "--num-workers", default="2", metavar="COUNT", help="number of workers (default: 2)"
     )
     demo.add_argument("--backend", choices=BACKENDS, metavar="BACKEND", help=BACKEND_HELP)
-    demo.add_argument(
-        "--epochs", type=int, default=8, metavar="COUNT", help="number of epochs to train (default: 8)"
-    )
+    demo.add_argument("--epochs", default="8", metavar="COUNT", help="number of epochs to train (default: 8)")
 
 
 def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -183,7 +181,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return measuring_command.main(options)
         from kdist.demo import main as demo_main  # needs NumPy, unlike the launcher
 
-        return demo_main(options.num_workers, options.backend, options.epochs)
+        num_workers = whole_number("--num-workers", options.num_workers, 1)
+        return demo_main(num_workers, options.backend, whole_number("--epochs", options.epochs, 1))
     except KdistError as error:
         print(f"kdist {options.command}: {error}", file=sys.stderr)
         return 2

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kdist import demo
+from kdist.command_line import main
 from tests.helpers.scripts import Script
 
 
@@ -70,3 +71,14 @@ def test_it_needs_scikit_learn(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
     assert demo.main(2, None, 8) == 2
     assert "pip install '.[demo]'" in capsys.readouterr().err
+
+
+@pytest.mark.kills("demo_without_epochs")
+@pytest.mark.parametrize("option", ["--epochs", "--num-workers"])
+def test_the_demo_needs_positive_numbers(
+    option: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "main", lambda *_: 0)
+    for number in ("0", "-1", "x"):
+        assert main(["demo", f"{option}={number}"]) == 2
+        assert f"kdist demo: {option} is not a whole number of at least 1.\n" in capsys.readouterr().err
