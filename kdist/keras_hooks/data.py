@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -92,15 +93,25 @@ def shuffles_py_dataset(iterator: EpochIterator) -> bool:
     return isinstance(iterator.data_adapter, PyDatasetAdapter) and bool(iterator.data_adapter.shuffle)
 
 
-def first_of_py_dataset(iterator: EpochIterator) -> tuple[object, ...] | None:
-    """Returns the first batch of a `PyDataset`, or `None`; its queue would lose batches that are not used."""
+def first_of_py_dataset(iterator: EpochIterator, draws_order: bool) -> tuple[object, ...] | None:
+    """Returns the first batch of a `PyDataset`, or `None`; its queue would lose batches that are not used.
+
+    Args:
+        iterator: The `epoch_iterator`.
+        draws_order: Whether plain Keras starts an epoch to build the model. If the batches are shuffled, it
+            draws an order for it, so the first epoch has the second order.
+    """
     from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
     if not isinstance(iterator.data_adapter, PyDatasetAdapter):
         return None
     dataset = iterator.data_adapter.py_dataset
     dataset.on_epoch_begin()  # it may prepare the batches there
-    return iterator.data_adapter._standardize_batch(dataset[0])
+    indices = [0]
+    if draws_order and shuffles_py_dataset(iterator) and dataset.num_batches is not None:
+        indices = list(range(dataset.num_batches))
+        random.shuffle(indices)
+    return iterator.data_adapter._standardize_batch(dataset[indices[0]])
 
 
 def release(iterator: EpochIterator) -> None:

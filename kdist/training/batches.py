@@ -131,7 +131,9 @@ class GlobalBatches:
         return read_on_all(self.runtime, "Reading the first batch", self._first)
 
     def _first(self) -> object:
-        if (batch := keras_hooks.first_of_py_dataset(self.iterator)) is not None:
+        # To find the shapes, plain Keras shuffles a PyDataset once more, except on TensorFlow.
+        draws_order = not get_backend().keeps_batches
+        if (batch := keras_hooks.first_of_py_dataset(self.iterator, draws_order)) is not None:
             return batch
         self.iterator.prepare = None
         loader = keras_hooks.torch_loader_of(self.iterator)

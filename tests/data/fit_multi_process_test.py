@@ -172,6 +172,36 @@ def test_a_loader_shuffles_as_in_plain_keras(backend, has_generator):
     )
 
 
+def in_worker_order_of_a_py_dataset(under_strategy):
+    """Returns the order of the batches in three epochs."""
+    import random
+
+    import keras
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, index):
+            seen.append(index)
+            return x[2 * index :][:2], y[2 * index :][:2]
+
+    seen = []
+    x, y = make_data(12)
+    model = new_model(under_strategy)
+    random.seed(5 + strategy().runtime.worker_index if under_strategy else 5)
+    model.fit(Batches(), epochs=3, verbose=0)
+    return seen[-18:]
+
+
+@pytest.mark.kills(data_py_dataset_shuffled_to_build="[jax]")
+@each_backend
+def test_a_py_dataset_shuffles_as_in_plain_keras(backend):
+    expected = run_plain(backend, in_worker_order_of_a_py_dataset, False)
+    assert sorted(expected) == sorted(3 * [*range(6)])
+    assert run(backend, NUM_WORKERS, in_worker_order_of_a_py_dataset, True) == [expected] * NUM_WORKERS
+
+
 # Unequal lengths: worker 0 has batches of 3, 3 and 1 rows, worker 1 of 3 and 2, and five more steps of 2.
 OWN_SIZES = ((3, 3, 1), (3, 2, 2, 2, 2, 2, 2))
 
