@@ -123,6 +123,7 @@ from kdist.keras_hooks.trainer import (
     is_reset,
     layers_are_built,
     metrics_or_logs,
+    needs_batch,
     overrides,
     python_logs,
     pythonify_logs,

@@ -104,11 +104,15 @@ def layers_are_built(model: keras.Model) -> bool:
 
 def is_built(model: keras.Model) -> bool:
     """Returns whether all variables of a compiled model exist. Keras checks this before it reads the data."""
-    return (
+    return not needs_batch(model) and (model.optimizer is None or model.optimizer.built)
+
+
+def needs_batch(model: keras.Model) -> bool:
+    """Returns whether Keras reads a batch to create variables. An optimizer only needs the model's."""
+    return not (
         layers_are_built(model)
         and (model._compile_metrics is None or model._compile_metrics.built)
         and (model._compile_loss is None or model._compile_loss.built)
-        and (model.optimizer is None or model.optimizer.built)
     )
 
 

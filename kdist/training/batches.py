@@ -117,6 +117,8 @@ class GlobalBatches:
                     "The data has no rows.", received={"rows": 0}, hint="Pass at least one row."
                 )
             keras_hooks.build(model, steps_build, iterator=self.iterator)
+        elif not keras_hooks.needs_batch(model):  # reading one could change the order of the batches
+            keras_hooks.build(model, steps_build)
         else:
             keras_hooks.build(model, steps_build, data_batch=self.peek())
 

@@ -172,11 +172,15 @@ def test_a_loader_shuffles_as_in_plain_keras(backend, has_generator):
     )
 
 
-def in_worker_order_of_a_py_dataset(under_strategy):
+def in_worker_order_of_a_py_dataset(has_own_loss, under_strategy):
     """Returns the order of the batches in three epochs."""
     import random
 
     import keras
+
+    class OwnLoss(keras.Sequential):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return keras.ops.mean((y - y_pred) ** 2)
 
     class Batches(keras.utils.PyDataset):
         def __len__(self):
@@ -188,18 +192,29 @@ def in_worker_order_of_a_py_dataset(under_strategy):
 
     seen = []
     x, y = make_data(12)
-    model = new_model(under_strategy)
+    with scope(under_strategy):
+        if has_own_loss:  # then only the optimizer has no variables yet, for which Keras reads no batch
+            model = OwnLoss([keras.Input((x.shape[1],)), keras.layers.Dense(1)])
+            model.compile("sgd")
+        else:
+            model = new_model(under_strategy)
     random.seed(5 + strategy().runtime.worker_index if under_strategy else 5)
     model.fit(Batches(), epochs=3, verbose=0)
     return seen[-18:]
 
 
-@pytest.mark.kills(data_py_dataset_shuffled_to_build="[jax]")
+@pytest.mark.kills(
+    data_py_dataset_shuffled_to_build="[False-jax]", data_read_for_an_optimizer_alone="[True-torch]"
+)
 @each_backend
-def test_a_py_dataset_shuffles_as_in_plain_keras(backend):
-    expected = run_plain(backend, in_worker_order_of_a_py_dataset, False)
+@pytest.mark.parametrize("has_own_loss", [False, True])
+def test_a_py_dataset_shuffles_as_in_plain_keras(backend, has_own_loss):
+    expected = run_plain(backend, in_worker_order_of_a_py_dataset, has_own_loss, False)
     assert sorted(expected) == sorted(3 * [*range(6)])
-    assert run(backend, NUM_WORKERS, in_worker_order_of_a_py_dataset, True) == [expected] * NUM_WORKERS
+    assert (
+        run(backend, NUM_WORKERS, in_worker_order_of_a_py_dataset, has_own_loss, True)
+        == [expected] * NUM_WORKERS
+    )
 
 
 # Unequal lengths: worker 0 has batches of 3, 3 and 1 rows, worker 1 of 3 and 2, and five more steps of 2.
