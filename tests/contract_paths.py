@@ -127,4 +127,7 @@ def check_path(case: str, backend: str, path: Path) -> None:
         )
     else:
         assert reason in found if reason else not found, f"{case}: {found!r} is not the reason {reason!r}"
-        assert not path.replays, f"{case} is replayed or fused now: remove it from the exceptions"
+        # Whether a few batches are enough to replay one depends on the version of Keras.
+        assert not (path.replays and reason), (
+            f"{case} is replayed or fused now: remove it from the exceptions"
+        )

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from kdist.arrays.memory import aligned_empty
+from kdist.cluster import liveness
 from kdist.cluster.addresses import cannot_listen, is_loopback, split_address
 from kdist.coordinator import tls
 from kdist.coordinator.threads import DaemonThreads
@@ -36,10 +37,7 @@ _SIZES = (
     ("grpc.max_receive_message_length", _LENGTH.size + _MOST_HEADER + _CHUNK),
     ("grpc.max_send_message_length", -1),
 )
-# Keep-alive detects a host that disappeared without closing its connections within about 15 s.
 _CHANNEL = (
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -53,7 +51,7 @@ _CHANNEL = (
 )
 _SERVER = (
     ("grpc.so_reuseport", 0),  # otherwise a second server on the same port gets no error
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 100),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.server_handshake_timeout_ms", 20_000),
@@ -88,7 +86,8 @@ class Peer:
         self.address = address
         self.sent = self.received = 0
         """The bytes of arrays sent to the task, and received from it."""
-        self._channel = grpc().secure_channel(address, tls.client_credentials(secret), options=_CHANNEL)
+        options = (*_CHANNEL, *_keep_alive())
+        self._channel = grpc().secure_channel(address, tls.client_credentials(secret), options=options)
         self._call = self._channel.stream_stream(_CALL)
         # For calls of a single message. They take half the time, because gRPC needs no thread to send them.
         self._brief = self._channel.unary_stream(_CALL)
@@ -216,6 +215,17 @@ class Peer:
             f"Calling {method!r} on {self.name} failed: {error.details()}",
             hint="Read the log of that task, and restart the job.",
         )
+
+
+def _keep_alive() -> tuple[tuple[str, int], ...]:
+    """Returns the options that detect stopped processes, and hosts that disappear without closing connections."""
+    third = round(liveness.heartbeat_timeout() * 1000 / 3)
+    return (
+        ("grpc.keepalive_time_ms", third),
+        ("grpc.keepalive_timeout_ms", 2 * third),
+        # 60 s by default, also if the keep-alive timeout is shorter.
+        ("grpc.http2.ping_timeout_ms", 2 * third),
+    )
 
 
 class Service:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
 from kdist.coordinator import rpc, tls
-from kdist.coordinator.rpc import CallFailed, Peer, PeerLost, Service
+from kdist.coordinator.rpc import CallFailed, Peer, Service
 from kdist.errors import ClusterConfigError, InvalidArgumentError
 from tests.helpers.compare import assert_equal
 from tests.helpers.scripts import local_addresses
@@ -322,52 +322,6 @@ def test_a_service_runs_a_limited_number_of_calls(monkeypatch: pytest.MonkeyPatc
 def test_a_port_that_is_taken(service: tuple[Service, str]) -> None:
     with pytest.raises(ClusterConfigError, match=f"(?s)Cannot listen on port.*{service[1]}.*another port"):
         Service(service[1], HANDLERS, SECRET)
-
-
-def test_a_task_that_never_comes() -> None:
-    peer = Peer("ps 1 (nowhere)", *local_addresses(1), SECRET)
-    began = time.monotonic()
-    assert not peer.is_there(0.3)
-    assert time.monotonic() - began < 5
-    with pytest.raises(PeerLost, match=r"ps 1 \(nowhere\) has exited or is unreachable"):
-        peer.call("echo")
-    peer.close()
-
-
-def test_a_task_that_ends_in_the_middle_of_a_call_is_noticed() -> None:
-    (address,) = local_addresses(1)
-    service = Service(address, HANDLERS, SECRET)
-    peer = Peer("worker 0", address, SECRET)
-    assert peer.is_there(10)
-    lost = threading.Event()
-    stop = peer.watch(lost.set)
-    wait = peer.begin("stay")
-    assert not lost.wait(0.2)
-    service.stop()
-    with pytest.raises(PeerLost, match="worker 0"):
-        wait()
-    assert lost.wait(5)
-    # The peer finds a new service at the same address.
-    another = Service(address, HANDLERS, SECRET)
-    assert peer.is_there(10)
-    assert peer.call("echo", {"said": 3})[0] == {"heard": 3}
-    stop()
-    peer.close()
-    another.stop()
-
-
-def test_who_stops_watching_is_not_told() -> None:
-    (address,) = local_addresses(1)
-    service = Service(address, HANDLERS, SECRET)
-    peer = Peer("worker 0", address, SECRET)
-    told: list[int] = []
-    stop = peer.watch(lambda: told.append(1))
-    peer.call("echo")
-    stop()
-    service.stop()
-    peer.close()
-    time.sleep(0.2)
-    assert not told
 
 
 @pytest.mark.parametrize("package", ["grpc", "cryptography.x509"])
