@@ -144,6 +144,12 @@ class Checkpoint:
             asynchronous: As in `save`.
             after: A function that the committing worker calls when the checkpoint is visible.
         """
+        if not os.fspath(directory):
+            raise InvalidArgumentError(
+                "The directory of the checkpoints is empty.",
+                received={"directory": directory},
+                hint='Pass a directory: checkpoint.save("checkpoints")',
+            )
         directory = os.path.abspath(directory)
 
         def choose() -> int:

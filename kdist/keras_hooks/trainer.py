@@ -108,7 +108,7 @@ def is_built(model: keras.Model) -> bool:
 
 
 def needs_batch(model: keras.Model) -> bool:
-    """Returns whether Keras reads a batch to create variables. An optimizer only needs the model's."""
+    """Returns whether Keras reads a batch to create variables. An optimizer needs only the variables."""
     return not (
         layers_are_built(model)
         and (model._compile_metrics is None or model._compile_metrics.built)

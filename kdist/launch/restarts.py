@@ -300,14 +300,15 @@ def _signal(signum: int) -> str:
 def _failure(
     failed: WorkerProcess, workers: Sequence[WorkerProcess], lost_server: WorkerProcess | None
 ) -> str:
+    others = [worker for worker in workers if worker not in (failed, lost_server)]
     # A worker that ended too early may be the reason why another one failed, for example when it waited for it.
-    ended = [worker for worker in workers if worker.exit_code == 0 and worker.exited_at < failed.exited_at]
+    ended = [worker for worker in others if worker.exit_code == 0 and worker.exited_at < failed.exited_at]
     return report.failure_block(
         failed.plan.full_name if len(workers) > 1 else failed.name,
         1 if failed.exit_code is None else failed.exit_code,
         failed.tail.lines(),
         log_file=failed.log_file,
-        others=[worker.name for worker in workers if worker is not failed and worker not in ended],
+        others=[worker.name for worker in others if worker not in ended],
         ended=[worker.name for worker in ended],
         frozen=failed.frozen,
         after=lost_server.plan.full_name if lost_server not in (None, failed) else "",

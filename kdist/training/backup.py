@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import numbers
 import os
 import shutil
 import time
@@ -75,9 +76,10 @@ class BackupAndRestore(keras.callbacks.Callback):
                 received={"save_freq": save_freq, "every_seconds": every_seconds},
                 hint='Pass save_freq="epoch", save_freq=100, or save_freq=None with every_seconds=60.',
             )
-        if every_seconds is not None and every_seconds <= 0:
+        is_time = isinstance(every_seconds, numbers.Real) and every_seconds > 0
+        if not (every_seconds is None or is_time):  # NaN is not positive either
             raise InvalidArgumentError(
-                "`every_seconds` is not positive.",
+                "`every_seconds` is not a positive number.",
                 received={"every_seconds": every_seconds},
                 hint="Pass a positive number of seconds: every_seconds=60",
             )

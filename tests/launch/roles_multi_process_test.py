@@ -95,7 +95,7 @@ def test_a_lost_server_ends_the_job_with_its_name(start):
     assert left_of(job.named(), 1) == []
 
 
-@pytest.mark.kills("roles_chief_has_no_last_words")
+@pytest.mark.kills("roles_chief_has_no_last_words", "lost_server_was_terminated")
 def test_the_chief_may_say_itself_that_a_server_is_lost(start):
     script = """
     if role == "ps" and index == 0:
@@ -117,7 +117,7 @@ def test_the_chief_may_say_itself_that_a_server_is_lost(start):
     assert re.search(
         r"──── kdist: chief \(127.0.0.1:\d+\) failed after the loss of ps 0 \(127.0.0.1:\d+\): it ended", err
     )
-    assert "go on from step 30\nkdist terminated" in err
+    assert "go on from step 30\nkdist terminated the other tasks: worker 0, worker 1, ps 1." in err
 
 
 @pytest.mark.kills("roles_port_held_by_children", "roles_worker_not_started_again")
