@@ -39,7 +39,7 @@ class StepState:
         inner = {id(module): module for module in _wrapped(parts)}
         self._now = [vars(part) for part in parts if part is not model and id(part) not in inner]
         self._then = [_copy(attributes) for attributes in self._now]
-        # The wrapper sets the mode of its modules in each step that runs.
+        # The wrapper sets its mode and the mode of its modules in each step that runs.
         self._modules = [(vars(module), _copy(vars(module)) | _ANY_MODE) for module in inner.values()]
         leaves = [leaf for part in parts for value in vars(part).values() for leaf in _leaves(value)]
         self._arrays = [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
@@ -100,11 +100,12 @@ def _hooks_of(tensor: Any) -> tuple[dict[int, object] | None, dict[int, object] 
 
 
 def _wrapped(parts: Iterable[object]) -> Iterator[Any]:
-    """Yields the modules of PyTorch in Keras's wrappers of them."""
+    """Yields Keras's wrappers of modules of PyTorch, and the modules in them."""
     import keras
 
     for part in parts:
         if isinstance(part, keras.layers.TorchModuleWrapper):
+            yield part
             yield from part.module.modules()
 
 
