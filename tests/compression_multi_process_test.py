@@ -73,7 +73,7 @@ def _sent() -> Iterator[list[tuple[str, int]]]:
             run_fused = JaxSteps._run_fused
 
             def run_and_note(self: Any, *data: Any) -> Any:
-                state = (np.int32(0), self._state)
+                state = (np.int32(0), self._state, [])
                 if self._runtime.memory is None and not found:
                     # XLA may choose a different dtype than the program, so this reads the compiled program.
                     text = self._compiled(True).lower(state, *data).compile().as_text()

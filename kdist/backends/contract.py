@@ -391,3 +391,7 @@ class StepFunction(ABC):
     def sync(self) -> None:
         """Writes the state into the model's variables. Called before other code can read them."""
         return
+
+    def keep_gradients(self, keeps: bool) -> None:
+        """Adds kept gradients to the optimizer. With `keeps`, steps keep gradients until the next call."""
+        return

@@ -7,12 +7,13 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import keras
 
 from kdist.arrays.splitting import have_all_rows
 from kdist.backends.contract import ReplicaBatches, Runtime, StepFunction
+from kdist.backends.kept_gradients import KeptInReplicas, may_keep
 from kdist.backends.replica import Replica
 from kdist.context import current_replica
 from kdist.errors import InvalidArgumentError
@@ -31,11 +32,18 @@ class ReplicatedSteps(StepFunction):
         self.runtime = runtime
         self._model = weakref.ref(model)  # a weak reference, because the model owns this object
         self.kind = kind
+        self.kept: KeptInReplicas | None = None
+        self._keeps = False
 
     @property
     def model(self) -> keras.Model:
         """The model."""
         return self._model()
+
+    def __exit__(self, kind: type[BaseException] | None = None, *exc: Any) -> None:
+        if kind is not None and self.kept is not None:
+            self.kept.drop(exc[0])
+        super().__exit__(kind, *exc)
 
     def __call__(self, batches: Sequence[ReplicaBatches]) -> Structure:
         """Runs a step per batch. Returns the last logs (train, test) or the rows of all batches (predict)."""
@@ -43,8 +51,32 @@ class ReplicatedSteps(StepFunction):
             outputs = [self._predict(batch) for batch in batches]
             return keras.tree.map_structure(lambda *parts: self.concatenate(parts), *outputs)
         for batch in batches:
+            if self._keeps and self.kept is not None:
+                self.kept.next_batch()
             logs = self.run(batch)[0]
         return logs
+
+    def keep_gradients(self, keeps: bool) -> None:
+        """Adds kept gradients to the optimizer. With `keeps`, the replicas keep gradients until the next call."""
+        model = self.model
+        if self.kept is not None:
+            self.kept.add_to_optimizer()
+            if not self.kept.belongs_to(model):
+                self.kept = None
+        self._keeps = keeps and may_keep(self.runtime, model)
+        if self._keeps:
+            if self.kept is None:
+                self.kept = self.new_kept()
+            self.kept.start()
+
+    @property
+    def sums_gradients(self) -> bool | None:
+        """Whether the replicas sum gradients after this batch; `None` if they sum them after each batch."""
+        return self.kept.is_due if self._keeps and self.kept is not None else None
+
+    @abstractmethod
+    def new_kept(self) -> KeptInReplicas:
+        """Returns an object in which the replicas keep gradients."""
 
     @abstractmethod
     def run(self, batch: ReplicaBatches) -> Sequence[Structure]:
@@ -57,6 +89,7 @@ class ReplicatedSteps(StepFunction):
     def in_replica(self, replica: Replica, part: Structure) -> Structure:
         """Runs the step in the context and scope of one replica, on its rows."""
         if self.kind != "predict":
+            replica.kept_gradients = self.kept if self._keeps else None
             return run_step(replica, self.model, f"{self.kind}_step", part)
         outputs = self.model.predict_step(part)
         replica.scope.aggregate()

@@ -31,6 +31,7 @@ WIDE = ("float32", "float64")
 
 if TYPE_CHECKING:
     from kdist.arrays.types import Scalar, Tensor, TensorT
+    from kdist.backends.kept_gradients import KeptInReplicas
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class Replica(ReplicaContext):
         self.global_values: dict[int, object] = {}
         self.loss_is_weighted = False
         self.log: list[tuple[str, object, str]] = []
+        self.kept_gradients: KeptInReplicas | None = None
         self._num_replicas = num_replicas
 
     @property
@@ -228,7 +230,27 @@ class Replica(ReplicaContext):
         if self.strategy.own_ops is not None:
             return self._sum_by_own(gradients, variables)
         weight = None if self.loss_is_weighted or not self.is_model_step else self.rows.share
+        if self.kept_gradients is not None:
+            return self._sum_kept(self.kept_gradients, gradients, variables, weight)
         return self.all_reduce_packed(gradients, weight, self.strategy.runtime.compression)
+
+    def _sum_kept(
+        self,
+        kept: KeptInReplicas,
+        gradients: Sequence[TensorT],
+        variables: Sequence[keras.Variable],
+        weight: Scalar | None,
+    ) -> list[TensorT]:
+        """Adds the gradients to kept ones. Returns the sums over the replicas if they are due, or else zeros."""
+        positions = kept.positions(variables)
+        if weight is not None:
+            gradients = [gradient * self.scalar(weight, gradient.dtype) for gradient in gradients]
+        sums = kept.add(self.local_index, positions, gradients)
+        if not kept.is_due:
+            return [keras.ops.zeros_like(gradient) for gradient in gradients]
+        totals = self.all_reduce_packed(sums, None, self.strategy.runtime.compression)
+        kept.clear(self.local_index, positions)
+        return totals
 
     def _sum_by_own(self, gradients: Sequence[TensorT], variables: Sequence[keras.Variable]) -> list[TensorT]:
         """Sums with the user's `CrossDeviceOps`, as Keras's optimizers do with `tf.distribute`."""

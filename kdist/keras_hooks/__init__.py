@@ -73,6 +73,7 @@ from kdist.keras_hooks.models import (
     without_distribution,
 )
 from kdist.keras_hooks.optimizers import (
+    accumulators,
     build_optimizer,
     clipped,
     count_step,
@@ -83,6 +84,7 @@ from kdist.keras_hooks.optimizers import (
     keeping_learning_rates,
     learning_rate,
     marking_gradients,
+    only_accumulates,
     owner_in_creation,
     step_variable,
     taking_gradients,

@@ -159,6 +159,25 @@ def is_undecayed(optimizer: keras.optimizers.Optimizer, variable: keras.Variable
     return not optimizer._use_weight_decay(variable)
 
 
+def only_accumulates(optimizer: object, variables: Sequence[keras.Variable]) -> bool:
+    """Returns whether an optimizer of Keras only adds the gradients of most batches to its accumulators."""
+    import keras
+
+    return (
+        isinstance(optimizer, keras.optimizers.Optimizer)
+        and not is_own(optimizer)
+        # A `LossScaleOptimizer` first checks whether all gradients are finite.
+        and not hasattr(optimizer, "inner_optimizer")
+        and (optimizer.gradient_accumulation_steps or 1) > 1
+        and not any(getattr(variable, "overwrite_with_gradient", False) for variable in variables)
+    )
+
+
+def accumulators(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Returns the variables in which an optimizer accumulates gradients, in the order of the trained variables."""
+    return list(optimizer._accumulated_gradients)
+
+
 def learning_rate(
     optimizer: keras.optimizers.Optimizer,
 ) -> float | keras.optimizers.schedules.LearningRateSchedule:

@@ -166,6 +166,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         return due
 
     def _save(self) -> None:
+        self._progress.before_save()
         self._manager.save()
         self._saved_at = self._progress.num_steps
         self._saved_time = time.monotonic()

@@ -17,6 +17,7 @@ import numpy as np
 
 from kdist import faults, keras_hooks, tracing
 from kdist.backends import get_backend, whereabouts
+from kdist.backends.kept_gradients import may_keep
 from kdist.checkpoint.checkpoint import wait_for_all
 from kdist.context import StrategyLike
 from kdist.data.agreement import split_batch
@@ -28,7 +29,7 @@ from kdist.training.ending import Ending
 from kdist.training.progress import Progress
 from kdist.training.session import Session, session_of
 from kdist.training.validation import Validation, evaluate_batches
-from kdist.training.voting import Ballot, act_on_batches
+from kdist.training.voting import Ballot, act_on_batches, any_worker, reads_variables
 
 if TYPE_CHECKING:
     from kdist.training.keras_callbacks import UserCallbacks
@@ -123,12 +124,15 @@ def _train(
 ) -> None:
     model = session.model
     ballot = Ballot(session.runtime, callbacks)
+    # Only some workers may have a callback that reads variables, but then all must send.
+    keeps = may_keep(session.runtime, model) and not any_worker(session.runtime, reads_variables(callbacks))
     tells, reads_logs = act_on_batches(callbacks), keras_hooks.reads_logs_at_once(callbacks)
     ending = Ending(session.runtime, callbacks)
     function = session.function("train")
     model.stop_training = False
     logs: dict[str, object] = {}
     session.progress = progress = Progress(batches, callbacks, initial_epoch)
+    progress.before_save = lambda: function.keep_gradients(keeps)
     with function, progress.at_end:
         session.run_callbacks(callbacks.on_train_begin)
         progress.restore_callbacks()
@@ -148,6 +152,7 @@ def _train(
                 else:
                     model.reset_metrics()
                     callbacks.on_epoch_begin(epoch)
+                function.keep_gradients(keeps)
                 for begin, end, data in batches:
                     faults.enter_steps(begin, end)
                     if tells:
@@ -165,6 +170,7 @@ def _train(
                     model.stop_training = ballot.after_batch(model.stop_training)
                     if model.stop_training:
                         break
+                function.keep_gradients(False)
                 function.sync()
                 logs = dict(keras_hooks.metrics_or_logs(model, step_logs))
                 logs.update(validation.run(epoch, callbacks))

@@ -80,6 +80,10 @@ class _Probing(StepFunction):
         """Synchronizes the state of the model."""
         self._function.sync()
 
+    def keep_gradients(self, keeps: bool) -> None:
+        """Passes the call to the steps."""
+        self._function.keep_gradients(keeps)
+
 
 def _probe(
     strategy: StrategyLike, model: keras.Model, batch: ReplicaBatches, training: bool

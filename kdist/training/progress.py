@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -40,6 +40,8 @@ class Progress:
         """Whether `fit` resumes in the middle of an epoch. Then it keeps the metrics of the checkpoint."""
         self.has_stopped = False
         """Whether a callback stopped the training after the epoch of the checkpoint."""
+        self.before_save: Callable[[], None] = lambda: None
+        """Completes the variables in the middle of an epoch. All workers must call it before they save."""
         self.at_end = contextlib.ExitStack()
         """Closes resources of callbacks after `fit`. Keras does not call callbacks if `fit` fails."""
 

@@ -22,6 +22,15 @@ def act_on_batches(callbacks: keras.callbacks.CallbackList) -> bool:
     return own_list or any(_acts_on_batches(callback) for callback in callbacks.callbacks)
 
 
+def reads_variables(callbacks: keras.callbacks.CallbackList) -> bool:
+    """Returns whether a callback may read variables of the model between batches without `Progress.before_save`."""
+    import keras
+
+    return type(callbacks) is not keras.callbacks.CallbackList or any(
+        _acts_on_batches(c) and not (_decides_alike(c) and _reads_nothing(c)) for c in callbacks.callbacks
+    )
+
+
 class Ballot:
     """Stops all workers at the same step when any worker sets `model.stop_training`.
 
@@ -35,14 +44,25 @@ class Ballot:
         self._runtime = runtime
         wanted = any(_acts_on_batches(c) and not _decides_alike(c) for c in callbacks.callbacks)
         # Only some workers may have such a callback, but then all must vote.
-        self._votes_after_batch = runtime.num_workers > 1 and agree_to_stop(runtime, wanted)
+        self._votes_after_batch = runtime.num_workers > 1 and any_worker(runtime, wanted)
 
     def after_batch(self, stop: bool) -> bool:
         """Returns whether training stops after this batch."""
-        return agree_to_stop(self._runtime, stop) if self._votes_after_batch else stop
+        return any_worker(self._runtime, stop) if self._votes_after_batch else stop
 
 
+# Callbacks of Keras and kdist that act on batches but read no variables, or call `Progress.before_save` first.
+_NO_READERS = (
+    *("keras.ProgbarLogger", "keras.TensorBoard", "keras.TerminateOnNaN"),
+    *("kdist.BackupAndRestore", "kdist.RunLog", "kdist.Throughput"),
+)
 _BATCH_METHODS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+
+
+def _reads_nothing(callback: keras.callbacks.Callback) -> bool:
+    name = f"{type(callback).__module__.partition('.')[0]}.{type(callback).__name__}"
+    # Keras's callbacks that save after each epoch also have methods for batches.
+    return name in _NO_READERS or vars(callback).get("save_freq") == "epoch"
 
 
 def _decides_alike(callback: keras.callbacks.Callback) -> bool:
@@ -60,6 +80,6 @@ def _acts_on_batches(callback: keras.callbacks.Callback) -> bool:
     return any(getattr(method, "__func__", method) is not base for method, base in methods)
 
 
-def agree_to_stop(runtime: Runtime, stop: bool) -> bool:
-    """Returns whether any worker wants to stop."""
-    return any(gather(runtime, bool(stop)))
+def any_worker(runtime: Runtime, says: bool) -> bool:
+    """Returns whether any worker passes a true value."""
+    return any(gather(runtime, bool(says)))

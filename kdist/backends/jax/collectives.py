@@ -109,6 +109,21 @@ def sum_of_16_bits(tensor: jax.Array, axes: str | tuple[str, ...], number: int) 
     return lax.bitcast_convert_type(bits[: tensor.size], dtype).reshape(tensor.shape)
 
 
+class SumsOfXla:
+    """Sums arrays of one dtype as one flat array, with an all-reduce of XLA."""
+
+    def __init__(self, axis: str, number: int, compression: str | None) -> None:
+        self._axis, self._number, self._compression = axis, number, compression
+
+    def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        flat = jax.numpy.concatenate([jax.numpy.ravel(array) for array in arrays])
+        ends = np.cumsum([array.size for array in arrays])[:-1].tolist()
+        is_small = flat.dtype.name == self._compression
+        total = sum_of_16_bits(flat, self._axis, self._number) if is_small else jax.lax.psum(flat, self._axis)
+        parts = jax.numpy.split(total, ends)
+        return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
 class SumsInMemory:
     """Sums arrays of one dtype in shared memory, in a function that the program calls.
 

@@ -24,8 +24,9 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.sharding import Mesh, PartitionSpec
 
 from kdist.backends.jax import row_rules
-from kdist.backends.jax.collectives import SumsInMemory, sum_of_16_bits
-from kdist.backends.jax.row_rules import SUM, WHOLE, NoRule, Value
+from kdist.backends.jax.collectives import SumsInMemory, SumsOfXla
+from kdist.backends.jax.kept_gradients import Kept
+from kdist.backends.jax.row_rules import SUM, WHOLE, NoRule, Value, bind
 from kdist.backends.replica import WIDE
 from kdist.communication.shared_memory import SharedMemory
 
@@ -46,7 +47,8 @@ def over_rows(
     state: Structure,
     batches: Sequence[Structure],
     compression: str | None = None,
-) -> tuple[Structure, tuple[jax.Array, Structure]]:
+    kept: Kept | None = None,
+) -> tuple[Structure, tuple[jax.Array, Structure, Sequence[jax.Array]]]:
     """Runs a step for each batch on the devices of a mesh with one axis.
 
     Args:
@@ -57,9 +59,11 @@ def over_rows(
         state: Arrays that are equal on all devices.
         batches: Global batches of equal shapes, whose rows the devices divide evenly.
         compression: A 16-bit dtype for the sums of the arrays that `checkpoint_name` names `GRADIENT`.
+        kept: The gradients that each device keeps of earlier batches; only for one batch.
 
     Returns:
-        The outputs of the last step, and a pair of the next `turn` and the state, equal on all devices.
+        The outputs of the last step, and a tuple of the next `turn`, the state, both equal on all devices, and the
+        gradients that each device keeps.
 
     Raises:
         NoRule: If a part of the step cannot run on rows.
@@ -68,45 +72,35 @@ def over_rows(
     closed, shapes = jax.make_jaxpr(step, return_shape=True)(state, batches[0])
     structure = jax.tree.structure(shapes)
 
-    def on_rows(turn: jax.Array, state: Structure, *batches: Structure) -> tuple[Structure, Structure]:
-        def one(turn_and_state: tuple[jax.Array, Structure], batch: Structure) -> tuple[Structure, Structure]:
-            turn, state = turn_and_state
+    def on_rows(
+        turn: jax.Array, state: Structure, arrays: Sequence[jax.Array], *batches: Structure
+    ) -> tuple[Structure, Structure]:
+        def one(carry: tuple[jax.Array, Structure, Any], batch: Structure) -> tuple[Structure, Structure]:
+            turn, state, arrays = carry
             sums = (
-                SumsInMemory(memory, turn) if memory is not None else _SumsOfXla(axis, mesh.size, compression)
+                SumsInMemory(memory, turn) if memory is not None else SumsOfXla(axis, mesh.size, compression)
             )
             values = [Value(leaf, WHOLE) for leaf in jax.tree.leaves(state)]
             values += [Value(leaf, 0) for leaf in jax.tree.leaves(batch)]
-            program = _Program(axis, mesh.size, sums, compression)
+            inside = None if kept is None else Kept([array[0] for array in arrays], kept.is_due)
+            program = _Program(axis, mesh.size, sums, compression, inside)
             results = program.run(closed, values, is_whole=True)
             outputs, state = jax.tree.unflatten(structure, [result.array for result in results])
-            return (getattr(sums, "turn", turn), state), outputs
+            arrays = [] if inside is None else [array[None] for array in inside.arrays]
+            return (getattr(sums, "turn", turn), state, arrays), outputs
 
         if len(batches) == 1:
-            carry, outputs = one((turn, state), batches[0])
+            carry, outputs = one((turn, state, arrays), batches[0])
             return outputs, carry
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
-        carry, outputs = lax.scan(one, (turn, state), stacked)
+        carry, outputs = lax.scan(one, (turn, state, arrays), stacked)
         return jax.tree.map(lambda leaf: leaf[-1], outputs), carry
 
     equal, rows = PartitionSpec(), PartitionSpec(axis)
-    specs = (equal, equal, *[rows] * len(batches))
-    mapped = jax.shard_map(on_rows, mesh=mesh, in_specs=specs, out_specs=equal, check_vma=False)
-    return mapped(turn, state, *batches)
-
-
-class _SumsOfXla:
-    """Sums arrays of one dtype as one flat array, with an all-reduce of XLA."""
-
-    def __init__(self, axis: str, number: int, compression: str | None) -> None:
-        self._axis, self._number, self._compression = axis, number, compression
-
-    def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        flat = jnp.concatenate([jnp.ravel(array) for array in arrays])
-        ends = np.cumsum([array.size for array in arrays])[:-1].tolist()
-        is_small = flat.dtype.name == self._compression
-        total = sum_of_16_bits(flat, self._axis, self._number) if is_small else lax.psum(flat, self._axis)
-        parts = jnp.split(total, ends)
-        return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
+    specs = (equal, equal, rows, *[rows] * len(batches))
+    out_specs = (equal, (equal, equal, rows))
+    mapped = jax.shard_map(on_rows, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+    return mapped(turn, state, [] if kept is None else kept.arrays, *batches)
 
 
 class _Operation(NamedTuple):
@@ -135,7 +129,7 @@ class _Program:
         axis: The axis of the mesh.
         number: The number of devices.
         sums: Sums arrays of one dtype over all devices; `None` inside a loop, where operations cannot wait.
-        compression: See `over_rows`.
+        compression, kept: See `over_rows`.
     """
 
     def __init__(
@@ -144,8 +138,11 @@ class _Program:
         number: int,
         sums: Callable[[Sequence[jax.Array]], list[jax.Array]] | None,
         compression: str | None = None,
+        kept: Kept | None = None,
     ) -> None:
         self._axis, self._number, self._sums, self._compression = axis, number, sums, compression
+        self._kept = kept
+        self._named: dict[int, int] = {}
         self._gradients: set[int] = set()
         self._values: dict[int, Value] = {}
         self._makers: dict[int, _Operation] = {}
@@ -162,6 +159,14 @@ class _Program:
             is_addition = operation.equation.primitive.name == "add_any"
             if of_gradient or (is_addition and operation.outputs[0] in self._gradients):
                 self._gradients.update(operation.inputs)
+        if self._kept is not None:
+            named = [
+                operation for operation in operations if operation.equation.params.get("name") == GRADIENT
+            ]
+            if len(named) != len(self._kept.arrays):
+                raise NoRule("some variables without a gradient")
+            self._named = {operation.outputs[0]: i for i, operation in enumerate(named)}
+            self._gradients.update(self._named)
         while operations:
             waiting: list[_Operation] = []
             wanted: dict[int, None] = {}
@@ -215,7 +220,12 @@ class _Program:
         name = equation.primitive.name
         if equation.effects:
             raise NoRule(f"{name}, which has side effects")
-        if name == "sharding_constraint":
+        if name == "name" and self._kept is not None and operation.outputs[0] in self._named:
+            if divisions[0] not in (SUM, WHOLE):
+                raise NoRule("a gradient of which each device has rows")
+            part = values[0].array if divisions[0] is SUM else self._first_only(values[0].array)
+            results = [self._kept.replace(self._named[operation.outputs[0]], part)]
+        elif name == "sharding_constraint":
             is_replicated = equation.params["sharding"].is_fully_replicated
             if divisions[0] is SUM or (is_replicated and divisions[0] is not WHOLE):
                 raise _Incomplete(operation.inputs)
@@ -228,7 +238,9 @@ class _Program:
         elif name == "scan":
             results = self._scan(equation, values)
         elif SUM in divisions:
-            if self._sums is None and name in row_rules.ADDITIVE and set(divisions) == {SUM, WHOLE}:
+            # A regularizer adds to a gradient that this device may keep.
+            cannot_wait = self._sums is None or (self._named and operation.outputs[0] in self._gradients)
+            if cannot_wait and name in row_rules.ADDITIVE and set(divisions) == {SUM, WHOLE}:
                 values = [v if v.division is SUM else Value(self._first_only(v.array), SUM) for v in values]
                 divisions = [SUM] * len(values)
             if not row_rules.is_linear(equation, divisions):
@@ -383,12 +395,3 @@ class _Program:
             return self._first_only(value.array)
         size = value.array.shape[division] // self._number
         return lax.dynamic_slice_in_dim(value.array, lax.axis_index(self._axis) * size, size, division)
-
-
-def bind(equation: JaxprEqn, arrays: Sequence[jax.Array], **changed: object) -> list[jax.Array]:
-    """Runs the primitive of an equation, with some other parameters."""
-    # The step was traced outside `shard_map`, where another mesh applies.
-    changed |= {name: None for name in ("sharding", "out_sharding") if name in equation.params}
-    params = equation.primitive.get_bind_params(equation.params | changed)
-    found = equation.primitive.bind(*arrays, **params)
-    return list(found) if equation.primitive.multiple_results else [found]

@@ -361,3 +361,12 @@ def draw_rows(equation: JaxprEqn, key: jax.Array, start: jax.Array, number: int)
     count = low.size
     bits = threefry_2x32(keys, jnp.concatenate([jnp.zeros_like(low), low]))
     return (bits[:count] ^ bits[count:]).reshape(number, *shape[1:])
+
+
+def bind(equation: JaxprEqn, arrays: Sequence[jax.Array], **changed: object) -> list[jax.Array]:
+    """Runs the primitive of an equation, with some other parameters."""
+    # The step was traced outside `shard_map`, where another mesh applies.
+    changed |= {name: None for name in ("sharding", "out_sharding") if name in equation.params}
+    params = equation.primitive.get_bind_params(equation.params | changed)
+    found = equation.primitive.bind(*arrays, **params)
+    return list(found) if equation.primitive.multiple_results else [found]

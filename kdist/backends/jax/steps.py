@@ -25,7 +25,9 @@ from kdist.backends.contract import ReplicaBatches, StepFunction
 from kdist.backends.jax import moments
 from kdist.backends.jax.core import JaxCore
 from kdist.backends.jax.fused_sums import GRADIENT, over_rows
+from kdist.backends.jax.kept_gradients import CannotKeep, Kept, KeptOnDevices
 from kdist.backends.jax.storage import divided, is_divided, stored
+from kdist.backends.kept_gradients import may_keep
 from kdist.cluster import logs
 from kdist.communication.options import hint_ignored
 
@@ -68,6 +70,9 @@ class JaxSteps(StepFunction):
         self._is_slow_loop: bool | None = None
         can_fuse = runtime.fuses_sums if runtime.compression is None else runtime.can_fuse
         self._can_fuse = can_fuse and kind != "predict"
+        self._kept: KeptOnDevices | None = None
+        self._keeps = False
+        self._may_keep = runtime.can_fuse and not self._eager and kind == "train"
         if self._eager:
             self._note_uncompressed("of uncompiled steps", "every worker computes the whole batch.")
         elif not self._can_fuse:
@@ -84,6 +89,8 @@ class JaxSteps(StepFunction):
         """Writes the state to the variables; after an error, the last state that was computed."""
         if kind is not None:
             self._forget_failed()
+            if self._kept is not None:
+                self._kept.drop(exc[0])
             if self._has_lost_divided():
                 exc[0].add_note(
                     "The step reused the memory of the model's sharded variables, so their values are lost. "
@@ -131,8 +138,24 @@ class JaxSteps(StepFunction):
             self._is_slow_loop = "conv_general_dilated" in str(program)
         return bool(self._is_slow_loop)
 
+    def keep_gradients(self, keeps: bool) -> None:
+        """Adds kept gradients to the optimizer. With `keeps`, the devices keep gradients until the next call."""
+        model = self._model()
+        if self._kept is not None:
+            self.sync()
+            self._kept.add_to_optimizer()
+            if not self._kept.belongs_to(model):
+                self._kept = None
+        self._keeps = keeps and self._may_keep and may_keep(self._runtime, model)
+        if self._keeps:
+            self._kept = self._kept or KeptOnDevices(self._runtime, model)
+            self._kept.start()
+
     def _run(self, *batches: ReplicaBatches) -> Structure:
         """Runs one step, or several steps as one program."""
+        has_all_rows = any(have_all_rows(batch.split) for batch in batches)
+        if self._keeps and (has_all_rows or len(batches) > 1):
+            self.keep_gradients(False)
         if self._state is None:
             # Read the variables again, because a callback may have changed them since the last sync.
             self._state = self._read()
@@ -146,7 +169,7 @@ class JaxSteps(StepFunction):
             return self._runtime.show_eager(outputs)
         data = [self._runtime.join_parts(batch) for batch in batches]
         try:
-            if self._can_fuse and not any(have_all_rows(batch.split) for batch in batches):
+            if self._keeps or (self._can_fuse and not has_all_rows):
                 outputs = self._run_fused(*data)
             else:
                 if self._can_fuse:
@@ -154,6 +177,11 @@ class JaxSteps(StepFunction):
                         "of batches that the replicas do not divide", "XLA sums their gradients."
                     )
                 outputs, self._state = self._compiled(False)(self._state, *data)
+        except CannotKeep as reason:
+            logs.logger.info("kdist sends the gradients of each batch, because the step has %s.", reason)
+            self._may_keep = False
+            self.keep_gradients(False)
+            return self._run(*batches)
         except BaseException:
             self._forget_failed()
             raise
@@ -164,13 +192,20 @@ class JaxSteps(StepFunction):
         return self._runtime.show(outputs)
 
     def _run_fused(self, *data: Structure) -> Structure:
-        memory = self._runtime.memory
-        if memory is None:
-            outputs, (_, self._state) = self._compiled(True)((np.int32(0), self._state), *data)
-            return outputs
-        if memory.turn is None:
+        memory, kept = self._runtime.memory, self._kept if self._keeps else None
+        if memory is not None and memory.turn is None:
             memory.turn = self._runtime.place_state(np.int32(0))
-        outputs, (memory.turn, self._state) = self._compiled(True)((memory.turn, self._state), *data)
+        turn = np.int32(0) if memory is None else memory.turn
+        arrays: list[jax.Array] = []
+        if kept is not None:
+            kept.next_batch()
+            arrays = kept.arrays
+        program = self._compiled(True, None if kept is None else kept.is_due)
+        outputs, (turn, self._state, arrays) = program((turn, self._state, arrays), *data)
+        if memory is not None:
+            memory.turn = turn
+        if kept is not None:
+            kept.arrays = arrays
         return outputs
 
     def sync(self) -> None:
@@ -196,8 +231,10 @@ class JaxSteps(StepFunction):
             return tuple([variable.value for variable in variables] for variables in groups)
         return tuple(self._runtime.place_variables(variables) for variables in groups)
 
-    def _compile(self) -> Callable[[bool], Callable[..., tuple[Structure, Any]]]:
+    def _compile(self) -> Callable[..., Callable[..., tuple[Structure, Any]]]:
         """Returns a function that returns the compiled step, with fused sums or as XLA divides it.
+
+        If the devices keep gradients, its second argument is whether their sum is due, and otherwise `None`.
 
         The step leaves each variable in its layout. With several batches, it is a loop of steps.
         """
@@ -216,38 +253,42 @@ class JaxSteps(StepFunction):
             return jax.tree.map(lambda leaf: leaf[-1], outputs), state
 
         def fused(
-            turn_and_state: tuple[jax.Array, _State], *batches: Structure
-        ) -> tuple[Structure, tuple[jax.Array, Structure]]:
-            turn, state = turn_and_state
+            is_due: bool | None, carry: tuple[jax.Array, _State, list[jax.Array]], *batches: Structure
+        ) -> tuple[Structure, tuple[jax.Array, Structure, Sequence[jax.Array]]]:
+            turn, state, arrays = carry
+            kept = None if is_due is None else Kept(arrays, is_due)
+            step = functools.partial(traced, is_marked=kept is not None)
+            memory, compression = runtime.memory, runtime.compression
             try:
-                return over_rows(
-                    traced, runtime.mesh, runtime.memory, turn, state, batches, runtime.compression
-                )
+                return over_rows(step, runtime.mesh, memory, turn, state, batches, compression, kept)
             except Exception as reason:  # errors of the step itself are raised again
+                if kept is not None:
+                    raise CannotKeep(str(reason)) from reason
                 message = "kdist leaves the sums of the %s steps of this model to XLA: %s."
                 logs.logger.info(message, self._kind, reason)
                 self._note_uncompressed("of a step of fit", f"XLA sums the gradients ({reason}).")
                 outputs, state = looped(state, *batches)
-                return outputs, (turn, state)
+                return outputs, (turn, state, [])
 
         @functools.cache
-        def compiled(is_fused: bool) -> Callable[..., tuple[Structure, Any]]:
+        def compiled(is_fused: bool, is_due: bool | None = None) -> Callable[..., tuple[Structure, Any]]:
             # The first call is a step, so that the model has all its variables.
             groups = _state_variables(self._model(), self._kind)
-            state = tuple(runtime.shardings(variables) or runtime.replicated for variables in groups)
+            carry: Any = tuple(runtime.shardings(variables) or runtime.replicated for variables in groups)
+            program: Callable[..., Any] = looped
             if is_fused:
-                state = runtime.replicated, state
-            program = fused if is_fused else looped
-            return jax.jit(program, donate_argnums=0, out_shardings=(runtime.replicated, state))
+                rows = [] if is_due is None or self._kept is None else self._kept.sharding
+                carry, program = (runtime.replicated, carry, rows), functools.partial(fused, is_due)
+            return jax.jit(program, donate_argnums=0, out_shardings=(runtime.replicated, carry))
 
         return compiled
 
-    def _traced(self, state: _State, data: Structure) -> tuple[Structure, _State]:
+    def _traced(self, state: _State, data: Structure, is_marked: bool = False) -> tuple[Structure, _State]:
         """Runs the step on a global batch while JAX traces it."""
         runtime, groups = self._runtime, _state_variables(self._model(), self._kind)
         layouts = contextlib.nullcontext() if runtime.storage is None else runtime.storage.outputs()
         marked: Any = contextlib.nullcontext()
-        if runtime.compression is not None:
+        if is_marked or runtime.compression is not None:
             marked = keras_hooks.marking_gradients(lambda gradient: checkpoint_name(gradient, GRADIENT))
         with layouts, marked, moments.over(runtime.by_batch):
             state = tuple(list(map(divided, *pair)) for pair in zip(groups, state, strict=True))

@@ -83,7 +83,9 @@ class TensorFlowReplica(Replica):
         Optimizers square each occurrence of a row separately, so a sum would not match the results of one
         device. A custom `CrossDeviceOps` does not receive these gradients, because it can only sum.
         """
-        sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
+        # The optimizer accumulates in dense arrays.
+        adds_rows = self.kept_gradients is None
+        sparse = [adds_rows and isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
         dense = [
             [item for item, is_sparse in zip(items, sparse, strict=True) if not is_sparse]
             for items in (gradients, variables)

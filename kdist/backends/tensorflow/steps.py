@@ -21,6 +21,7 @@ from kdist.backends.replica import shares_of
 from kdist.backends.tensorflow.core import TensorFlowCore
 from kdist.backends.tensorflow.functions import in_replicas
 from kdist.backends.tensorflow.iteration import spec_of_any_rows
+from kdist.backends.tensorflow.kept_gradients import TensorFlowKeptGradients
 from kdist.backends.tensorflow.replicas import TensorFlowReplica
 from kdist.backends.tensorflow.xla import compiled_call
 
@@ -47,7 +48,11 @@ class TensorFlowSteps(ReplicatedSteps):
         for share in (shares[i] for i in self.runtime.replica_ids):
             tensors.append(_constant(share.share, share.counts, share.scalar_weight))
         structure = keras.tree.map_structure(lambda leaf: None if leaf is None else 0, batch.parts[0])
-        key = (repr(structure), tuple((type(leaf), leaf.dtype, tuple(leaf.shape[1:])) for leaf in leaves[0]))
+        key = (
+            self.sums_gradients,
+            repr(structure),
+            tuple((type(leaf), leaf.dtype, tuple(leaf.shape[1:])) for leaf in leaves[0]),
+        )
         traced = self._traced.get(key)
         if traced is not None and not tf.config.functions_run_eagerly():
             return tuple(traced._call_flat(tensors, traced.captured_inputs))
@@ -91,6 +96,12 @@ class TensorFlowSteps(ReplicatedSteps):
         shares, variables = tensors[size * replicas :], self.model.non_trainable_variables
         with self.around_replicas(), compiled_call(self.model, self.runtime):
             return tuple(in_replicas(self.runtime, strategy, body, self._thread_state, shares, variables))
+
+    def new_kept(self) -> TensorFlowKeptGradients:
+        """Returns zeros for each local replica."""
+        self._traced = {key: traced for key, traced in self._traced.items() if key[0] is None}
+        self._compiled = {key: compiled for key, compiled in self._compiled.items() if key[0] is None}
+        return TensorFlowKeptGradients(self.runtime, self.model)
 
     def concatenate(self, parts: Sequence[tf.Tensor | tf.RaggedTensor]) -> tf.Tensor | tf.RaggedTensor:
         """Concatenates the rows of dense or ragged tensors."""

@@ -16,6 +16,7 @@ from kdist.backends.model_step import ReplicatedSteps
 from kdist.backends.replica import shares_of
 from kdist.backends.torch.core import TorchCore
 from kdist.backends.torch.functions import in_replicas
+from kdist.backends.torch.kept_gradients import TorchKeptGradients
 from kdist.backends.torch.recorded_steps import RecordedSteps
 from kdist.backends.torch.recording import Recording
 from kdist.backends.torch.replicas import TorchReplica
@@ -55,6 +56,10 @@ class TorchSteps(ReplicatedSteps):
         if self.kind == "train":
             self.model.eval()
         self.runtime.group.check_intact(finishes=True)
+
+    def new_kept(self) -> TorchKeptGradients:
+        """Returns zeros for each local replica."""
+        return TorchKeptGradients(self.runtime, self.model)
 
     def concatenate(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Concatenates the rows of tensors."""
