@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,14 +17,19 @@ def run_module(
 ) -> dict[str, Any]:
     """Runs a module with `kdist run`, and returns the JSON content that it wrote to the file `result`.
 
+    With 0 workers, runs it in a single process without the variables of a cluster.
+
     Raises:
         LaunchError: If the module fails. Its output has already been printed.
     """
-    command = [sys.executable, "-m", "kdist", "run", "--num-workers", str(num_workers)]
-    if backend:
-        command += ["--backend", backend]
+    command, environment = [sys.executable], dict(os.environ)
+    if num_workers:
+        command += ["-m", "kdist", "run", "--num-workers", str(num_workers)]
+        command += ["--backend", backend] if backend else []
+    elif backend:
+        environment["KERAS_BACKEND"] = backend
     command += ["-m", module, "--result", str(result), *arguments]
-    code = subprocess.run(command, check=False).returncode
+    code = subprocess.run(command, check=False, env=environment).returncode
     if code != 0:
         raise LaunchError(
             "The training run failed.",

@@ -88,24 +88,59 @@ class Measured:
         return {name: statistics.mean(shares[name] for shares in all_shares) for name in all_shares[0]}
 
 
+@dataclass(frozen=True)
+class KerasSpeed:
+    """The speed of plain Keras: the same model and batches, without a strategy.
+
+    Args:
+        seconds: The seconds of each round.
+        rows: The rows per round.
+        steps: The steps per round.
+    """
+
+    seconds: Sequence[float]
+    rows: int
+    steps: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the speed of the median round, and all rounds."""
+        median = statistics.median(self.seconds)
+        speeds = {"steps_per_second": self.steps / median, "rows_per_second": self.rows / median}
+        return {**speeds, "seconds": list(self.seconds)}
+
+
+def measure_keras(plan: Plan) -> KerasSpeed:
+    """Trains without kdist in one process.
+
+    Raises:
+        LaunchError: If the process failed. Its output has been printed.
+    """
+    return KerasSpeed(**_run(plan, 0, "--without-kdist"))
+
+
 def measure(plan: Plan, num_workers: int) -> Measured:
     """Trains with `num_workers` workers on this machine, and starts them as `kdist run` does.
 
     Raises:
         LaunchError: If the workers failed. Their output has been printed.
     """
+    result = _run(plan, num_workers)
+    rounds = [[Totals(**totals) for totals in workers] for workers in result["rounds"]]
+    return Measured(result["about"], rounds)
+
+
+def _run(plan: Plan, num_workers: int, *more: str) -> dict[str, Any]:
     flags = ["--batch-size", plan.batch_size, "--steps", plan.steps, "--rounds", plan.rounds]
     flags += ["--model", plan.model] if plan.model else []
     with tempfile.TemporaryDirectory(prefix="kdist-bench-") as folder:
-        result = run_module(
+        return run_module(
             "kdist.measuring.bench_worker",
             plan.backend,
             num_workers,
             Path(folder) / "result.json",
             *map(str, flags),
+            *more,
         )
-    rounds = [[Totals(**totals) for totals in workers] for workers in result["rounds"]]
-    return Measured(result["about"], rounds)
 
 
 def efficiency(measured: Measured, first: Measured) -> float:
@@ -120,10 +155,15 @@ def _promised(measured: Measured, first: Measured) -> float:
     return first.rows_per_second * measured.about["num_replicas"] / first.about["num_replicas"]
 
 
-def table(everyone: Sequence[Measured]) -> list[list[str]]:
+def table(everyone: Sequence[Measured], plain: KerasSpeed | None = None) -> list[list[str]]:
     """Returns the rows of the table. The first row is the header, and `-` marks unknown values."""
     head = ["workers", "steps/s", "rows/s", "efficiency", "compute", "exchange", "both", "input", "Python"]
-    return [head, *(_row(measured, everyone[0]) for measured in everyone)]
+    rows = [_row(measured, everyone[0]) for measured in everyone]
+    if plain is not None:
+        speeds = plain.as_json()
+        numbers = [f"{speeds['steps_per_second']:.2f}", f"{speeds['rows_per_second']:,.0f}"]
+        rows.insert(0, ["plain Keras", *numbers, *["-"] * (len(head) - 3)])
+    return [head, *rows]
 
 
 def _row(measured: Measured, first: Measured) -> list[str]:
@@ -160,13 +200,14 @@ def notes(plan: Plan, everyone: Sequence[Measured]) -> list[str]:
     return said
 
 
-def as_json(plan: Plan, everyone: Sequence[Measured]) -> dict[str, Any]:
+def as_json(plan: Plan, everyone: Sequence[Measured], plain: KerasSpeed | None = None) -> dict[str, Any]:
     """Returns all measurements, including each round of each worker."""
     return {
         "kdist": __version__,
         "model": plan.model,
         "batch_size": plan.batch_size,
         "steps": everyone[0].steps,
+        "plain_keras": None if plain is None else plain.as_json(),
         "results": [
             {
                 **measured.about,
@@ -181,7 +222,7 @@ def as_json(plan: Plan, everyone: Sequence[Measured]) -> dict[str, Any]:
     }
 
 
-def report(plan: Plan, everyone: Sequence[Measured]) -> Report:
+def report(plan: Plan, everyone: Sequence[Measured], plain: KerasSpeed | None = None) -> Report:
     """Returns the table and its charts."""
 
     def speeds(axes: Any) -> None:
@@ -190,6 +231,8 @@ def report(plan: Plan, everyone: Sequence[Measured]) -> Report:
         ideal = [_promised(measured, everyone[0]) for measured in everyone]
         axes.plot(numbers, ideal, color=GREY, linestyle="--", label="ideal")
         axes.plot(numbers, rows, color=COLORS[0], marker="o", label="measured")
+        if plain is not None:
+            axes.axhline(plain.as_json()["rows_per_second"], color=COLORS[1], label="plain Keras")
         axes.set(xlabel="workers", ylabel="rows/s", xticks=numbers)
         axes.set_ylim(bottom=0)
         axes.legend()
@@ -201,4 +244,4 @@ def report(plan: Plan, everyone: Sequence[Measured]) -> Report:
         Chart("Speed", "Rows of global batches per second, by number of workers.", speeds),
         Chart("Where the time goes", "Mean over all workers.", shares),
     ]
-    return Report("kdist bench", " ".join(notes(plan, everyone)), table(everyone), charts)
+    return Report("kdist bench", " ".join(notes(plan, everyone)), table(everyone, plain), charts)

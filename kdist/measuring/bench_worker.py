@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +88,27 @@ class Rounds(keras.callbacks.Callback):
             self.totals.append(totals.as_json())
 
 
-def measure(strategy: Any, function: str | None, batch_size: int, steps: int, rounds: int) -> dict[str, Any]:
-    """Trains the model, and returns the results of all workers."""
+class Clock(keras.callbacks.Callback):
+    """Stores the seconds of each epoch, except the first one, which compiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Starts the clock."""
+        self._start = time.perf_counter()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Stores the time of the epoch."""
+        if epoch > 0:
+            self.seconds.append(time.perf_counter() - self._start)
+
+
+def prepare(scope: Any, function: str | None, batch_size: int, steps: int) -> tuple[Any, Any, Any]:
+    """Returns a compiled model that was created in a scope, and its data."""
     keras.utils.set_random_seed(0)
-    with strategy.scope():
+    with scope:
         made = call_function(function) if function else make_model()
     rows = steps * batch_size
     if isinstance(made, tuple) and len(made) != 3:
@@ -105,7 +124,21 @@ def measure(strategy: Any, function: str | None, batch_size: int, steps: int, ro
             received={"model": function},
             hint='Compile it in the function, for example: model.compile("adam", "mse")',
         )
-    x, y = keras.tree.map_structure(lambda array: array[:rows], (x, y))
+    return model, *keras.tree.map_structure(lambda array: array[:rows], (x, y))
+
+
+def measure_keras(function: str | None, batch_size: int, steps: int, rounds: int) -> dict[str, Any]:
+    """Trains the model without a strategy, and returns its speed."""
+    model, x, y = prepare(contextlib.nullcontext(), function, batch_size, steps)
+    clock = Clock()
+    model.fit(x, y, batch_size=batch_size, epochs=1 + rounds, shuffle=False, verbose=0, callbacks=[clock])
+    rows = len(keras.tree.flatten(x)[0])
+    return {"seconds": clock.seconds, "rows": rows, "steps": -(-rows // batch_size)}
+
+
+def measure(strategy: Any, function: str | None, batch_size: int, steps: int, rounds: int) -> dict[str, Any]:
+    """Trains the model, and returns the results of all workers."""
+    model, x, y = prepare(strategy.scope(), function, batch_size, steps)
     with Meter() as meter:
         kept = Rounds(meter)
         model.fit(x, y, batch_size=batch_size, epochs=1 + rounds, shuffle=False, verbose=0, callbacks=[kept])
@@ -129,11 +162,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--model")
+    parser.add_argument("--without-kdist", action="store_true")
     for name in ("--batch-size", "--steps", "--rounds"):
         parser.add_argument(name, type=int, required=True)
     options = parser.parse_args()
+    sizes = (options.model, options.batch_size, options.steps, options.rounds)
+    if options.without_kdist:
+        options.result.write_text(json.dumps(measure_keras(*sizes)))
+        return
     strategy = kdist.MultiWorkerMirroredStrategy()
-    result = measure(strategy, options.model, options.batch_size, options.steps, options.rounds)
+    result = measure(strategy, *sizes)
     if strategy.runtime.worker_index == 0:
         options.result.write_text(json.dumps(result))
 

@@ -17,6 +17,7 @@ _BENCH_EXAMPLES = """examples:
   kdist bench --num-workers 1,2
   kdist bench --model train:make_model --num-workers 1,2,4 --batch-size 512 --plot bench.html
   kdist bench --backend torch --num-workers 2 --json bench.json
+  kdist bench --compare keras
 
 MODULE:FUNCTION returns a compiled model, or (model, x, y). Without x and y, kdist draws random data.
 """
@@ -47,6 +48,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     add("--backend", choices=BACKENDS, metavar="BACKEND", help=BACKEND_HELP)
     add("--batch-size", default="256", metavar="ROWS", help="global batch size (default: 256)")
     add("--steps", default="20", metavar="COUNT", help="steps per round, of five rounds (default: 20)")
+    add(
+        "--compare",
+        choices=("keras",),
+        metavar="keras",
+        help="also measure plain Keras on one device, without kdist (default: no comparison)",
+    )
     add("--json", metavar="FILE", help="write all measurements to FILE")
     add("--plot", metavar="FILE", help="draw a chart to FILE, .html or .png")
     plot = commands.add_parser("plot", help="draw the speed and the timeline of a run", epilog=_PLOT_EXAMPLES)
@@ -96,17 +103,21 @@ def _bench(options: argparse.Namespace) -> int:
         drawing.check_output(options.plot)
     if options.json:
         check_output(options.json)
+    plain = None
+    if options.compare:
+        print("plain Keras …", flush=True)
+        plain = bench.measure_keras(plan)
     everyone = []
     for number in sorted(set(numbers)):
         print(f"{number_of('worker', number)} …", flush=True)
         everyone.append(bench.measure(plan, number))
-    print("\n" + _lines(bench.table(everyone)) + "\n")
+    print("\n" + _lines(bench.table(everyone, plain)) + "\n")
     print("\n".join(bench.notes(plan, everyone)))
     if options.json:
         with whole_file(options.json) as file:
-            file.write(json.dumps(bench.as_json(plan, everyone), indent=1).encode() + b"\n")
+            file.write(json.dumps(bench.as_json(plan, everyone, plain), indent=1).encode() + b"\n")
     if options.plot:
-        drawing.write(bench.report(plan, everyone), options.plot)
+        drawing.write(bench.report(plan, everyone, plain), options.plot)
     return 0
 
 

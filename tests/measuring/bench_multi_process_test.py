@@ -30,15 +30,20 @@ def make_model():
 """
 
 
-@pytest.mark.kills("bench_ten_times_the_rows", "bench_warm_up_counts")
+@pytest.mark.kills("bench_ten_times_the_rows", "bench_warm_up_counts", "bench_first_epoch_of_keras_counts")
 @pytest.mark.in_turn(4)
 def test_it_measures_a_model_of_the_users(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
     arguments = ["bench", "--backend", "torch", "--num-workers", "1,2", "--steps", "3", "--batch-size", "20"]
     arguments += ["--model", "mine:make_model", "--json", "bench.json", "--plot", "bench.html"]
+    arguments += ["--compare", "keras"]
     source = f"import sys\nfrom kdist.command_line import main\nsys.exit(main({arguments!r}))\n"
     script = Script(tmp_path, "bench", source, {}).finish(170)
-    alone, result = json.loads((tmp_path / "bench.json").read_text())["results"]
+    written = json.loads((tmp_path / "bench.json").read_text())
+    alone, result = written["results"]
+    plain = written["plain_keras"]
+    assert len(plain["seconds"]) == 5 and 0 < plain["rows_per_second"] < 20 / 0.02
+    assert plain["rows_per_second"] == pytest.approx(20 * plain["steps_per_second"])
     assert [(round[0]["steps"], round[1]["rows"]) for round in result["rounds"]] == [(3, 60)] * 5
     assert (alone["num_workers"], result["num_workers"], result["backend"]) == (1, 2, "torch")
     for measured in (alone, result):  # a step has 20 rows over both workers, and takes at least 0.02 s
@@ -50,6 +55,8 @@ def test_it_measures_a_model_of_the_users(tmp_path: Path) -> None:
     assert sum(shares.values()) == pytest.approx(1)
     assert shares["exchange"] > 0 and shares["compute"] > 0
     lines = script.stdout().splitlines()
+    (first,) = [line.split() for line in lines if line.strip().startswith("plain Keras ")][-1:]
+    assert first[2:4] == [f"{plain['steps_per_second']:.2f}", f"{plain['rows_per_second']:,.0f}"]
     (row,) = [line.split() for line in lines if line.strip().startswith("2 ")][-1:]
     assert row[0] == "2" and row[3] == f"{result['efficiency']:.0%}" and "-" not in row
     assert (tmp_path / "bench.html").read_text().count("<svg ") == 2
