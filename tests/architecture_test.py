@@ -59,6 +59,7 @@ EXTRA_FILES = {
     },
     "torch": {
         "storage.py",  # PyTorch can shard tensors, but not the variables of Keras
+        "copies.py",  # PyTorch's replicas of a process need tensors of their own
         "divided.py",  # Keras's layers on PyTorch need whole tensors
         "lifeline.py",  # PyTorch does not notice a worker that dies or hangs
         "seeds.py",  # reading a seed from a GPU waits for all work on the GPU

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -181,9 +181,13 @@ class ReplicaScope(NotesAdditions, keras.StatelessScope):
         """Whether the current write needs no aggregation."""
         return self._untracked > 0
 
-    def aggregate(self, only_on_read: bool = False) -> None:
-        """Makes variables written since the last call equal on all replicas: one collective per dtype."""
-        written = [w for w in self._written.values() if not only_on_read or self.has_component(w.variable)]
+    def aggregate(self, only: Callable[[keras.Variable], bool] | None = None) -> None:
+        """Makes variables written since the last call equal on all replicas: one collective per dtype.
+
+        Args:
+            only: Selects the variables; by default, all.
+        """
+        written = [w for w in self._written.values() if only is None or only(w.variable)]
         for write in written:
             del self._written[id(write.variable)]
         if not written:

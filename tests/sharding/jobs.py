@@ -257,3 +257,20 @@ def _told(losses: list[float], metric: Any, model: Any, x: Any) -> dict[str, Any
         "values": state_of(model),
         "called": keras.ops.convert_to_numpy(keras.ops.mean(model(x))),
     }
+
+
+def assigned_weights(name: str | None) -> dict[str, Any]:
+    """Trains a layer that assigns its kernel in each step."""
+    import contextlib
+
+    import keras
+
+    keras.utils.set_random_seed(6)
+    x = np.random.RandomState(1).randn(21, LENGTH).astype("float32")
+    with contextlib.nullcontext() if name is None else strategy(name).scope():
+        inner = keras.layers.Dense(8, activation="tanh", name="up")
+        normalized = keras.layers.SpectralNormalization(inner, power_iterations=2)
+        model = keras.Sequential([keras.Input((LENGTH,)), normalized, keras.layers.Dense(4)])
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.5), "mse")
+    history = model.fit(x, x[:, :4] * 2, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    return {"losses": history.history["loss"], "values": state_of(model)}

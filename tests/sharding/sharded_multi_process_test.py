@@ -143,6 +143,22 @@ def test_a_loop_of_the_user_s_has_the_numbers_of_one_device(name: str, place: An
         assert_close({key: actual[key] for key in expected}, expected, atol=5e-6)
 
 
+@pytest.mark.kills(torch_update_before_assigned_weights="[torch]")
+@pytest.mark.parametrize("place", [TWO_WORKERS, TORCH_WORKERS], ids=["jax", "torch"])
+@pytest.mark.in_turn(2)
+def test_an_update_starts_from_weights_that_layers_assigned(place: Any, pools: Pools) -> None:
+    _check_job(jobs.assigned_weights, place, pools)
+
+
+def _check_job(job: Any, place: tuple[str, int, int], pools: Pools) -> None:
+    expected = run_plain(place[0], job, None)
+    for actual in pools.run(place, job, "fully"):
+        assert_close(actual["losses"], expected["losses"], atol=5e-6)
+        for found, value in zip(actual["values"], expected["values"], strict=True):
+            if value.dtype.kind == "f":
+                assert_close(found, value, atol=5e-6)
+
+
 def save_alone(folder: str) -> str:
     import os
 

@@ -152,7 +152,7 @@ class TensorFlowReplica(Replica):
         self.require_running("merge_call")
         self._require_no_xla()
         assert self.scope is not None
-        self.scope.aggregate(only_on_read=True)
+        self.scope.aggregate(only=self.scope.has_component)
         # Boxes hide the structure and its tensors from TensorFlow, which would flatten it.
         caught: list[object] = []
 

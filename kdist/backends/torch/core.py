@@ -13,9 +13,9 @@ from kdist import keras_hooks
 from kdist.backends.contract import Runtime
 from kdist.backends.threads import ReplicaThreads
 from kdist.backends.torch.components import Components
+from kdist.backends.torch.copies import VariableCopies
 from kdist.backends.torch.devices import keras_device, torch_device
 from kdist.backends.torch.divided import Divided
-from kdist.backends.torch.replicas import VariableCopies
 from kdist.backends.torch.storage import Storage, in_parts
 from kdist.backends.torch.workers import Workers
 from kdist.topology import Central, Sharded, Topology

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kdist import keras_hooks
-from kdist.backends.torch.replicas import TorchScope, VariableCopies
+from kdist.backends.torch.copies import VariableCopies
+from kdist.backends.torch.replicas import TorchScope
 from kdist.context import current_replica
 
 if TYPE_CHECKING:

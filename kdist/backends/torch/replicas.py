@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -19,12 +18,11 @@ from kdist.backends import debugging
 from kdist.backends.aggregation import ReplicaScope
 from kdist.backends.replica import Replica, RowShare
 from kdist.backends.threads import Baton
-from kdist.backends.torch import seeds
+from kdist.backends.torch.copies import VariableCopies
 from kdist.backends.torch.divided import Divided, DTensor, on_parts
 from kdist.backends.torch.recording import Recording, exchange
 from kdist.backends.torch.schedule import buckets
 from kdist.backends.torch.workers import Workers
-from kdist.backends.variable_table import VariableTable
 from kdist.context import StrategyLike, cross_replica
 from kdist.values import component
 
@@ -161,6 +159,9 @@ class TorchReplica(Replica):
         if self.local_index > 0:
             return None
         assert isinstance(self.scope, TorchScope)
+        if self.divides_variables:
+            # The update starts from the weights that layers have assigned in this step.
+            self.scope.aggregate(only=self.scope.is_pending)
         with on_parts() if self.divides_variables else nullcontext():
             return self.scope.change_real_variables(apply)
 
@@ -189,7 +190,7 @@ class TorchReplica(Replica):
         """Calls the function once for all local replicas, in the last one, on the real variables."""
         self.require_running("merge_call")
         assert self.scope is not None
-        self.scope.aggregate(only_on_read=True)
+        self.scope.aggregate(only=self.scope.is_pending)
 
         def combine(values: Sequence[tuple[tuple[object, ...], dict[str, object]]]) -> object:
             joined_args, joined_kwargs = joined(values)
@@ -278,6 +279,10 @@ class TorchScope(ReplicaScope):
             return written
         return keras_hooks.native_value(variable) if self.copies is None else self.copies.get(variable)
 
+    def is_pending(self, variable: keras.Variable) -> bool:
+        """Returns whether the real variable lacks a value that the replicas have written."""
+        return self.has_component(variable) or id(variable) in self._written_whole
+
     def write(self, variable: keras.Variable, value: torch.Tensor) -> None:
         """Copies a value into the replica's tensor."""
         if self.has_component(variable):
@@ -337,63 +342,3 @@ class TorchScope(ReplicaScope):
         with self.suspended(), keras.StatelessScope():
             pass
         self.replica.strategy.runtime.broadcast_variables([variable])
-
-
-@dataclass
-class _Copy:
-    real: torch.Tensor
-    copy: torch.Tensor
-
-
-class VariableCopies:
-    """The copies of variables for a local replica that does not use the real variables.
-
-    The copies are leaf tensors on the replica's device. A copy is created at the first access, and updated at
-    each step. References to variables are weak, so that the copies do not keep the model alive.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._copies: VariableTable[_Copy] = VariableTable()
-
-    def get(self, variable: keras.Variable) -> torch.Tensor:
-        """Returns the copy of a Keras variable."""
-        found = self._copies.get(variable)
-        if found is None:
-            found = self._copies[variable] = self._make(variable)
-        return found.copy
-
-    def _make(self, variable: keras.Variable) -> _Copy:
-        real = keras_hooks.native_value(variable)
-        copy = real.detach().to(self._device, copy=True).requires_grad_(real.requires_grad)
-        return _Copy(real, copy)
-
-    def start_step(self, keep_gradients: bool = False) -> None:
-        """Updates the copies from the real variables, and clears their gradients by default."""
-        for variable, known in self._copies.items():
-            if keras_hooks.native_value(variable) is not known.real:
-                self._copies[variable] = self._make(variable)
-            else:
-                if not keep_gradients:
-                    known.copy.grad = None
-                known.copy.requires_grad_(known.real.requires_grad)
-        self.refresh()
-
-    def versions(self) -> dict[int, int]:
-        """Returns a version number per variable, which changes with every write."""
-        return {id(variable): known.real._version for variable, known in self._copies.items()}
-
-    def refresh(self, unless: Mapping[int, int] | None = None) -> None:
-        """Updates the copies from the real variables. Given old `versions`, updates only changed ones."""
-        stale = [c for v, c in self._copies.items() if unless is None or c.real._version != unless.get(id(v))]
-        if stale:
-            with torch.no_grad():
-                torch._foreach_copy_([c.copy for c in stale], [c.real.detach() for c in stale])
-        for c in stale:
-            seeds.follow(c.copy, c.real)
-
-    def forget_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Clears the gradients of the copies of some real parameters."""
-        copies = {id(known.real): known.copy for _, known in self._copies.items()}
-        for key in copies.keys() & {id(parameter) for parameter in parameters}:
-            copies[key].grad = None
