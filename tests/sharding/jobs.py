@@ -274,3 +274,16 @@ def assigned_weights(name: str | None) -> dict[str, Any]:
         model.compile(keras.optimizers.SGD(0.1, momentum=0.5), "mse")
     history = model.fit(x, x[:, :4] * 2, batch_size=8, epochs=2, shuffle=False, verbose=0)
     return {"losses": history.history["loss"], "values": state_of(model)}
+
+
+def copied_weights(name: str | None) -> dict[str, Any]:
+    """Trains with an optimizer that starts from copies of the weights."""
+    import contextlib
+
+    import keras
+
+    with contextlib.nullcontext() if name is None else strategy(name).scope():
+        model = small(normalized=False)
+        model.compile(keras.optimizers.ScheduleFreeAdamW(0.05), "mse")
+    history = model.fit(*rows(), batch_size=8, epochs=2, shuffle=False, verbose=0)
+    return {"losses": history.history["loss"], "values": state_of(model)}

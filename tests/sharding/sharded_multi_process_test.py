@@ -150,6 +150,13 @@ def test_an_update_starts_from_weights_that_layers_assigned(place: Any, pools: P
     _check_job(jobs.assigned_weights, place, pools)
 
 
+@pytest.mark.kills(jax_copies_of_sharded_variables_not_gathered="[jax]")
+@pytest.mark.parametrize("place", [TWO_WORKERS, TORCH_WORKERS], ids=["jax", "torch"])
+@pytest.mark.in_turn(2)
+def test_an_optimizer_starts_from_copies_of_the_weights(place: Any, pools: Pools) -> None:
+    _check_job(jobs.copied_weights, place, pools)
+
+
 def _check_job(job: Any, place: tuple[str, int, int], pools: Pools) -> None:
     expected = run_plain(place[0], job, None)
     for actual in pools.run(place, job, "fully"):

@@ -146,7 +146,8 @@ class JaxCore(Runtime):
         if self.num_workers > 1:
             # Sharded variables have had the chief's values since they were sharded.
             for some in _in_parts([v for v in variables if not is_divided(v)]):
-                values = self.broadcast([variable.value for variable in some])
+                # A new variable may hold the value of a sharded one, as in `ScheduleFreeAdamW`.
+                values = self.broadcast([storage.whole(variable.value, self.mesh) for variable in some])
                 for variable, value in zip(some, values, strict=True):
                     variable.assign(value if self.storage is None else np.asarray(value))
         if self.storage is not None:
