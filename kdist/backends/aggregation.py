@@ -113,9 +113,9 @@ class ReplicaScope(NotesAdditions, keras.StatelessScope):
     """Gives each replica its own copy of every Keras variable, and records the writes of a step.
 
     A `keras.StatelessScope` intercepts all reads and writes of Keras variables in a thread. This subclass
-    passes them to the replica's native variable. At the end of a step, or when a metric's result is read,
-    `aggregate` makes the written variables equal on all replicas again. However, each replica of `run` keeps
-    its component of an on-read variable, and `show` receives the aggregated value.
+    passes them to the replica's native variable. At the end of a step, before a `merge_call`, or when a
+    metric's result is read, `aggregate` makes the written variables equal on all replicas again. However,
+    each replica of `run` keeps its component of an on-read variable, and `show` receives the aggregated value.
     """
 
     def __init__(self, replica: Replica) -> None:

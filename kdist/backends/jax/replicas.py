@@ -82,7 +82,7 @@ class JaxReplica(Replica):
         self.require_running("merge_call")
 
         scope: Any = self.scope
-        scope.aggregate(only=scope.has_component)
+        scope.aggregate()
 
         def call(
             values: tuple[tuple[object, ...], dict[str, object]],

@@ -140,7 +140,7 @@ class TensorFlowReplica(Replica):
             with HolderScope(self):
                 return apply()
 
-        return self.merge_call(apply_once)
+        return self._merge(apply_once, (), {})
 
     def merge_call(
         self,
@@ -148,11 +148,21 @@ class TensorFlowReplica(Replica):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> Any:
-        """Calls the function with the `merge_call` of `tf.distribute`."""
+        """Calls the function with the `merge_call` of `tf.distribute`, after pending writes are aggregated."""
         self.require_running("merge_call")
         self._require_no_xla()
         assert self.scope is not None
-        self.scope.aggregate(only=self.scope.has_component)
+        self.scope.aggregate()
+
+        def committed(strategy: StrategyLike, *args: object, **kwargs: object) -> object:
+            self.scope.commit()  # the function uses the shared variables themselves
+            return merge_fn(strategy, *args, **kwargs)
+
+        return self._merge(committed, args, kwargs or {})
+
+    def _merge(
+        self, merge_fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> Any:
         # Boxes hide the structure and its tensors from TensorFlow, which would flatten it.
         caught: list[object] = []
 
@@ -165,7 +175,7 @@ class TensorFlowReplica(Replica):
             for box in boxes:
                 box.result = caught[0]
 
-        mine = _Boxed((tuple(args), dict(kwargs or {})))
+        mine = _Boxed((tuple(args), dict(kwargs)))
         tf.distribute.get_replica_context().merge_call(merge, args=(mine,))
         self.scope.enter_again()
         return component(mine.result, self.local_index, keras.tree.map_structure)
@@ -228,8 +238,9 @@ class TensorFlowScope(ReplicaScope):
         return contextlib.nullcontext() if tf.executing_eagerly() else self._graph.as_default()
 
     def enter_again(self) -> None:
-        """Called after a cross-replica function, which may have changed shared variables."""
+        """Called after a cross-replica function, which may have changed variables."""
         self._entered.clear()
+        self._at_start.clear()  # later additions count from the new values
 
     def write(self, variable: keras.Variable, value: tf.Tensor) -> None:
         """Assigns to the component without the aggregation of `tf.distribute`."""

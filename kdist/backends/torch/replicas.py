@@ -190,7 +190,7 @@ class TorchReplica(Replica):
         """Calls the function once for all local replicas, in the last one, on the real variables."""
         self.require_running("merge_call")
         assert self.scope is not None
-        self.scope.aggregate(only=self.scope.is_pending)
+        self.scope.aggregate()
 
         def combine(values: Sequence[tuple[tuple[object, ...], dict[str, object]]]) -> object:
             joined_args, joined_kwargs = joined(values)
