@@ -13,11 +13,11 @@ from kdist.backends.contract import Runtime
 from kdist.backends.messages import gather
 from kdist.training.batches import GlobalBatches
 
-# What Keras's callbacks keep from epoch to epoch: numbers and flags.
+# What Keras's callbacks keep from epoch to epoch, or from step to step: numbers and flags.
 _REMEMBERED = {
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
-    keras.callbacks.ModelCheckpoint: ("best", "epochs_since_last_save"),
+    keras.callbacks.ModelCheckpoint: ("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
     # Whether the weights are swapped with their averages. Then a backup contains swapped weights.
     keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
 }
