@@ -7,6 +7,9 @@ their results when the coordinator needs them.
 
 from __future__ import annotations
 
+import functools
+import os
+import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +28,7 @@ from kdist.coordinator.rpc import Handler, Message, Peer, PeerLost
 from kdist.coordinator.served import Home, Served
 from kdist.coordinator.steps import TrainStep
 from kdist.data.agreement import split_batch
-from kdist.errors import KdistError, WorkerLostError
+from kdist.errors import InvalidArgumentError, KdistError, WorkerLostError
 from kdist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from kdist.training.session import session_of
 
@@ -56,8 +59,14 @@ class Group:
     def join(self) -> None:
         """Connects the workers to each other, on the first call only."""
         if not self._has_joined:
-            places = [header["place"] for header, _ in self.call("place", {}, b"")]
-            self.call("join_group", {"workers": places}, b"")
+            tasks = [header for header, _ in self.call("place", {}, b"")]
+            if len({task["process"] for task in tasks}) < len(tasks):
+                raise InvalidArgumentError(
+                    "Two workers of a synchronous job run in the same process.",
+                    received={"synchronous": True, "workers": [peer.name for peer in self._workers]},
+                    hint="Start each worker in its own process, or train asynchronously.",
+                )
+            self.call("join_group", {"workers": [task["place"] for task in tasks]}, b"")
             self._has_joined = True
 
     def call(
@@ -174,9 +183,9 @@ class GroupTask:
         return {name: self._caught(getattr(self, name)) for name in names}
 
     def place(self, header: Mapping[str, Any], data: bytes) -> Message:
-        """Returns an address with a free port, at which the other workers can connect to this worker."""
+        """Returns an address with a free port, at which the other workers connect, and the worker's process."""
         host, _ = split_address(self._address)
-        return {"place": join_address(host, free_ports(1)[0])}, ()
+        return {"place": join_address(host, free_ports(1)[0]), "process": _token(os.getpid())}, ()
 
     def join_group(self, header: Mapping[str, Any], data: bytes) -> Message:
         """Connects to the other workers, or reuses the strategy of an earlier session."""
@@ -250,6 +259,12 @@ class GroupTask:
                 return {"raised": True}, [_bytes(shipping.dump_error(error))]
 
         return handle
+
+
+@functools.cache
+def _token(pid: int) -> str:
+    """Returns a random name of this process, because numbers of processes repeat on other machines."""
+    return secrets.token_hex(8)
 
 
 def _bytes(data: bytes) -> np.ndarray:

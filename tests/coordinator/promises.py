@@ -281,5 +281,10 @@ if not is_native:
     found["the second of two"] = kdist.coordinator.ClusterCoordinator(second).fetch(
         kdist.coordinator.ClusterCoordinator(second).schedule(lambda: float(keras.ops.sum(another)))
     )
+    together = kdist.ParameterServerStrategy(resolver(cluster), synchronous=True)
+    with together.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    error("synchronous in one process", model.fit, np.ones((6, 3)), np.ones((6, 1)), verbose=0)
 print("found", json.dumps(found), flush=True)
 """

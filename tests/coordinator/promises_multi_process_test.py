@@ -105,10 +105,11 @@ ERRORS = {
     "no list": r"InvalidArgumentError: .* partitioner [\s\S]*\nReceived: .*returned=2",
     "what is gone": r"CallFailed: ps \d .*KeyError",
     "the first of two coordinators": r"StrategyScopeError.*one coordinator at a time",
+    "synchronous in one process": r"InvalidArgumentError: Two workers .* in the same process\.",
 }
 
 
-@pytest.mark.kills(servers_keep_what_is_gone="[torch]")
+@pytest.mark.kills(servers_keep_what_is_gone="[torch]", servers_group_in_one_process="[torch]")
 @each_backend
 def test_what_cannot_be_is_an_error_that_says_what_can(found: dict[str, Any]) -> None:
     names = [name for name in ERRORS if name in found]
@@ -128,4 +129,5 @@ ON_OWN_SERVERS |= {
     "variables from outside",
     "what is gone",
     "the first of two coordinators",
+    "synchronous in one process",
 }
