@@ -67,7 +67,9 @@ class GlobalBatches:
         # Arrays are compared before the first step. Other data may end early on any worker.
         self._is_array = keras_hooks.num_array_rows(self.iterator) is not None
         steps = arguments.get("steps_per_epoch")
-        self._limit = steps * epochs if steps else None
+        # Keras also takes all batches of an execution that begins in the epoch and ends after it.
+        execution = arguments.get("steps_per_execution") or 1
+        self._limit = -(-steps // execution) * execution * epochs if steps else None
         self._passes = Passes(self.iterator, continues=bool(steps))
 
     def _adapter(self, dataset: DistributedDataset, model: str, arguments: dict[str, object]) -> Any:
@@ -144,7 +146,10 @@ class GlobalBatches:
             # Plain Keras on TensorFlow draws an order to find the shapes, but none for a first batch.
             keras_hooks.create_batches(self.iterator)
             states = torch_loader.random_states(loader)
+        # Only one batch, because a generator repeats only its first two batches.
+        execution, self.iterator.steps_per_execution = self.iterator.steps_per_execution, 1
         _, _, data = next(iter(self.iterator))
+        self.iterator.steps_per_execution = execution
         if loader is not None and states is not None:
             torch_loader.set_random_states(loader, states)
         self.reset()
