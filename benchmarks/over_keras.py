@@ -28,6 +28,7 @@ def models() -> dict[str, tuple[tuple[int, ...], Callable[[], Sequence[Any]]]]:
 
     return {
         "MLP": ((64,), lambda: [layers.Dense(128, "relu"), layers.Dropout(0.5)]),
+        "wide MLP": ((256,), lambda: [layers.Dense(width, "relu") for width in (1024, 1024, 1024, 512)]),
         "CNN": (
             (28, 28, 1),
             lambda: [

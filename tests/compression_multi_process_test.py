@@ -72,15 +72,15 @@ def _sent() -> Iterator[list[tuple[str, int]]]:
 
             run_fused = JaxSteps._run_fused
 
-            def run_and_note(self: Any, *data: Any) -> Any:
+            def run_and_note(self: Any, data: Any, is_loop: bool) -> Any:
                 state = (np.int32(0), self._state, [])
                 if self._runtime.memory is None and not found:
                     # XLA may choose a different dtype than the program, so this reads the compiled program.
-                    text = self._compiled(True).lower(state, *data).compile().as_text()
+                    text = self._compiled(True, is_loop).lower(state, data).compile().as_text()
                     for dtype, size in re.findall(r"= (\w+)\[(\d*)\]\S* all-(?:reduce|gather)\(", text):
                         name = {"u16": self._runtime.compression, "f32": "float32"}.get(dtype, dtype)
                         found.append((name, int(size or 1)))
-                return run_fused(self, *data)
+                return run_fused(self, data, is_loop)
 
             stack.enter_context(mock.patch.object(JaxSteps, "_run_fused", run_and_note))
         if backend == "tensorflow":

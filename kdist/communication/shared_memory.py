@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import mmap
 import os
 import secrets
@@ -314,7 +315,7 @@ class Sum:
     ) -> None:
         self._memory, self.number, self._arrays, self._results = memory, number, arrays, results
         self._dtype = arrays[0].dtype
-        self._ends = np.cumsum([array.size for array in arrays]).tolist()
+        self._ends = list(itertools.accumulate(array.size for array in arrays))
         self._form = self._ends[-1] * self._dtype.itemsize, _DTYPES.index(self._dtype)
         self._deadline = time.monotonic() + memory.seconds
         self.has_ended = False
@@ -386,7 +387,7 @@ class Sum:
 
     def _parts_of(self, flat: np.ndarray) -> list[np.ndarray]:
         """Divides an array into parts of the sizes of the summed arrays."""
-        return [flat] if len(self._ends) == 1 else np.split(flat, self._ends[:-1])
+        return [flat[start:end] for start, end in zip((0, *self._ends), self._ends, strict=False)]
 
 
 def _add_in_order(arrays: Sequence[np.ndarray], total: np.ndarray) -> np.ndarray:

@@ -75,9 +75,10 @@ class JaxCore(Runtime):
             self.mesh, batch_axis = Mesh(everyone.reshape(shape), tuple(sharded.axes)), sharded.batch_axis
         self.storage = None if sharded is None else Storage(self, sharded)
         # One device needs no mesh: a step takes NumPy arrays and returns plain arrays, as plain Keras's does.
-        self._is_single = self.num_replicas == 1 and sharded is None and not self.is_central
-        self._takes_host_arrays = self._is_single and self.holder.platform == "cpu"
+        self.is_single = self.num_replicas == 1 and sharded is None and not self.is_central
         self.can_fuse = self.num_workers > 1 and sharded is None and not self.is_central
+        is_plain = self.is_single or (self.can_fuse and len(self.local_devices) == 1)
+        self._takes_host_arrays = is_plain and self.holder.platform == "cpu"
         # NCCL sends many small tensors as one.
         self.fuses_sums = self.can_fuse and self.holder.platform == "cpu"
         """Whether steps sum with `over_rows`. With compression, they do whenever they can."""
@@ -85,7 +86,7 @@ class JaxCore(Runtime):
         self.memory: SharedMemory | None = getattr(group, "memory", None) if is_one else None
         """The shared memory in which `over_rows` sums. Another strategy may have connected it."""
         self.replicated: NamedSharding | SingleDeviceSharding = NamedSharding(self.mesh, PartitionSpec())
-        if self._is_single:
+        if self.is_single:
             self.replicated = SingleDeviceSharding(self.holder)
         self.by_rows = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
         self.by_batch = NamedSharding(self.mesh, PartitionSpec(batch_axis))
@@ -173,7 +174,7 @@ class JaxCore(Runtime):
         placed = []
         for part, device in zip(parts, self.local_devices, strict=True):
             leaves = [] if part is None else [ready(leaf) for leaf in flatten(part)]
-            moved = iter(self._put([leaf for leaf in leaves if _is_number(leaf)], device))
+            moved = iter(self.put([leaf for leaf in leaves if _is_number(leaf)], device))
             done = iter([next(moved) if _is_number(leaf) else leaf for leaf in leaves])
 
             def replace(_: object, done: Iterator[object] = done) -> object:
@@ -182,7 +183,7 @@ class JaxCore(Runtime):
             placed.append(None if part is None else map_leaves(replace, part))
         return placed
 
-    def _put(self, arrays: list[jax.Array | np.ndarray], device: jax.Device) -> list[jax.Array]:
+    def put(self, arrays: list[jax.Array | np.ndarray], device: jax.Device) -> list[jax.Array]:
         """Copies arrays to a device."""
         is_small = sum(array.nbytes for array in arrays) <= _SMALL_BYTES
         if device.platform != "cpu" or not is_small or any(isinstance(array, jax.Array) for array in arrays):
@@ -193,7 +194,7 @@ class JaxCore(Runtime):
         return self._copies[device](arrays)
 
     def place_for_step(self, parts: Sequence[Structure]) -> list[Structure]:
-        """Places the parts of a batch. With a single CPU device, NumPy arrays stay: the program takes them."""
+        """Places the parts of a batch. With one CPU device per worker, NumPy arrays stay until the step."""
         if not self._takes_host_arrays:
             return self.place(parts)
 
@@ -201,7 +202,7 @@ class JaxCore(Runtime):
             is_array = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufcV"
             return leaf if is_array else self.place([leaf])[0]
 
-        return [keras.tree.map_structure(placed, part) for part in parts]
+        return [map_leaves(placed, part) for part in parts]
 
     def place_eagerly(self, data: Structure) -> Structure:
         """Returns data for an eager step, on the first device, or as NumPy arrays for sharded variables."""
@@ -220,10 +221,13 @@ class JaxCore(Runtime):
 
         Each device has its rows or all rows. If it has all rows, `divide` splits them inside the program.
         """
-        if self._is_single:
+        if self.is_single:
             return batch.parts[0]
         is_whole = have_all_rows(batch.split)
         sharding = self.replicated if is_whole else self.by_rows
+        parts = batch.parts
+        if self._takes_host_arrays and any(isinstance(leaf, np.ndarray) for leaf in flatten(parts[0])):
+            parts = self.place(parts)
 
         def join(*leaves: jax.Array | None) -> jax.Array | None:
             if leaves[0] is None:
@@ -239,7 +243,7 @@ class JaxCore(Runtime):
             shape = (batch.split[-1][1], *leaves[0].shape[1:])
             return jax.make_array_from_single_device_arrays(shape, sharding, list(leaves))
 
-        return keras.tree.map_structure(join, *batch.parts)
+        return map_leaves(join, parts[0]) if len(parts) == 1 else keras.tree.map_structure(join, *parts)
 
     def join_values(self, values: Sequence[Sequence[jax.Array | np.ndarray]]) -> list[jax.Array]:
         """Concatenates the values of all replicas by rows into arrays over the mesh; scalars become rows.
@@ -264,7 +268,7 @@ class JaxCore(Runtime):
         XLA pads the last part and masks the padding in every reduction, so the results do not change.
         """
 
-        if self._is_single:
+        if self.is_single:
             return batch
 
         def constrain(leaf: object) -> object:
@@ -317,7 +321,7 @@ class JaxCore(Runtime):
 
     def show(self, values: T) -> T:
         """Returns replicated arrays as arrays of one local device, copied only to a central device."""
-        if self._is_single:
+        if self.is_single:
             return values
         local = jax.tree.map(lambda value: value.addressable_data(0), values)
         return jax.device_put(local, self.holder) if self.is_central else local

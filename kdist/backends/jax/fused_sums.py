@@ -45,11 +45,12 @@ def over_rows(
     memory: SharedMemory | None,
     turn: jax.Array,
     state: Structure,
-    batches: Sequence[Structure],
+    data: Structure,
+    is_loop: bool,
     compression: str | None = None,
     kept: Kept | None = None,
 ) -> tuple[Structure, tuple[jax.Array, Structure, Sequence[jax.Array]]]:
-    """Runs a step for each batch on the devices of a mesh with one axis.
+    """Runs a step, or a loop of steps, on the devices of a mesh with one axis.
 
     Args:
         step: Takes the state and a global batch; returns outputs and the new state.
@@ -57,7 +58,8 @@ def over_rows(
         memory: The shared memory in which the workers sum, or `None` if XLA sums.
         turn: The array that the previous program returned. It orders the sums in shared memory.
         state: Arrays that are equal on all devices.
-        batches: Global batches of equal shapes, whose rows the devices divide evenly.
+        data: A global batch, whose rows the devices divide evenly, or such batches along a first axis.
+        is_loop: Whether the data contains several batches.
         compression: A 16-bit dtype for the sums of the arrays that `checkpoint_name` names `GRADIENT`.
         kept: The gradients that each device keeps of earlier batches; only for one batch.
 
@@ -69,11 +71,12 @@ def over_rows(
         NoRule: If a part of the step cannot run on rows.
     """
     (axis,) = mesh.axis_names
-    closed, shapes = jax.make_jaxpr(step, return_shape=True)(state, batches[0])
+    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), data) if is_loop else data
+    closed, shapes = jax.make_jaxpr(step, return_shape=True)(state, batch)
     structure = jax.tree.structure(shapes)
 
     def on_rows(
-        turn: jax.Array, state: Structure, arrays: Sequence[jax.Array], *batches: Structure
+        turn: jax.Array, state: Structure, arrays: Sequence[jax.Array], data: Structure
     ) -> tuple[Structure, Structure]:
         def one(carry: tuple[jax.Array, Structure, Any], batch: Structure) -> tuple[Structure, Structure]:
             turn, state, arrays = carry
@@ -89,18 +92,17 @@ def over_rows(
             arrays = [] if inside is None else [array[None] for array in inside.arrays]
             return (getattr(sums, "turn", turn), state, arrays), outputs
 
-        if len(batches) == 1:
-            carry, outputs = one((turn, state, arrays), batches[0])
+        if not is_loop:
+            carry, outputs = one((turn, state, arrays), data)
             return outputs, carry
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
-        carry, outputs = lax.scan(one, (turn, state, arrays), stacked)
+        carry, outputs = lax.scan(one, (turn, state, arrays), data)
         return jax.tree.map(lambda leaf: leaf[-1], outputs), carry
 
     equal, rows = PartitionSpec(), PartitionSpec(axis)
-    specs = (equal, equal, rows, *[rows] * len(batches))
+    specs = (equal, equal, rows, PartitionSpec(None, axis) if is_loop else rows)
     out_specs = (equal, (equal, equal, rows))
     mapped = jax.shard_map(on_rows, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
-    return mapped(turn, state, [] if kept is None else kept.arrays, *batches)
+    return mapped(turn, state, [] if kept is None else kept.arrays, data)
 
 
 class _Operation(NamedTuple):

@@ -17,9 +17,11 @@ import jax
 import keras
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
 
 from kdist import keras_hooks, tracing
 from kdist.arrays.gathering import gather_rows
+from kdist.arrays.rows import flatten
 from kdist.arrays.splitting import have_all_rows
 from kdist.backends.contract import ReplicaBatches, StepFunction
 from kdist.backends.jax import moments
@@ -167,16 +169,17 @@ class JaxSteps(StepFunction):
                 data = gather_rows(self._runtime.group, batch.parts)
             outputs, self._state = self._step(self._state, self._runtime.place_eagerly(data))
             return self._runtime.show_eager(outputs)
-        data = [self._runtime.join_parts(batch) for batch in batches]
+        is_loop = len(batches) > 1
+        data = _stacked(self._runtime, batches) if is_loop else self._runtime.join_parts(batches[0])
         try:
             if self._keeps or (self._can_fuse and not has_all_rows):
-                outputs = self._run_fused(*data)
+                outputs = self._run_fused(data, is_loop)
             else:
                 if self._can_fuse:
                     self._note_uncompressed(
                         "of batches that the replicas do not divide", "XLA sums their gradients."
                     )
-                outputs, self._state = self._compiled(False)(self._state, *data)
+                outputs, self._state = self._compiled(False, is_loop)(self._state, data)
         except CannotKeep as reason:
             logs.logger.info("kdist sends the gradients of each batch, because the step has %s.", reason)
             self._may_keep = False
@@ -191,7 +194,7 @@ class JaxSteps(StepFunction):
         self._show_divided()
         return self._runtime.show(outputs)
 
-    def _run_fused(self, *data: Structure) -> Structure:
+    def _run_fused(self, data: Structure, is_loop: bool) -> Structure:
         memory, kept = self._runtime.memory, self._kept if self._keeps else None
         if memory is not None and memory.turn is None:
             memory.turn = self._runtime.place_state(np.int32(0))
@@ -200,8 +203,8 @@ class JaxSteps(StepFunction):
         if kept is not None:
             kept.next_batch()
             arrays = kept.arrays
-        program = self._compiled(True, None if kept is None else kept.is_due)
-        outputs, (turn, self._state, arrays) = program((turn, self._state, arrays), *data)
+        program = self._compiled(True, is_loop, None if kept is None else kept.is_due)
+        outputs, (turn, self._state, arrays) = program((turn, self._state, arrays), data)
         if memory is not None:
             memory.turn = turn
         if kept is not None:
@@ -234,51 +237,56 @@ class JaxSteps(StepFunction):
     def _compile(self) -> Callable[..., Callable[..., tuple[Structure, Any]]]:
         """Returns a function that returns the compiled step, with fused sums or as XLA divides it.
 
-        If the devices keep gradients, its second argument is whether their sum is due, and otherwise `None`.
+        If the devices keep gradients, its third argument is whether their sum is due, and otherwise `None`.
 
-        The step leaves each variable in its layout. With several batches, it is a loop of steps.
+        The step leaves each variable in its layout. A loop of steps takes several batches as one array.
         """
         runtime, traced = self._runtime, self._traced
 
-        def looped(state: _State, *batches: Structure) -> tuple[Structure, _State]:
-            if len(batches) == 1:
-                return traced(state, batches[0])
+        def looped(is_loop: bool, state: _State, data: Structure) -> tuple[Structure, _State]:
+            if not is_loop:
+                return traced(state, data)
 
             def body(state: _State, data: Structure) -> tuple[_State, Structure]:
                 outputs, state = traced(state, data)
                 return state, outputs
 
-            stacked = jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *batches)
-            state, outputs = jax.lax.scan(body, state, stacked)
+            state, outputs = jax.lax.scan(body, state, data)
             return jax.tree.map(lambda leaf: leaf[-1], outputs), state
 
         def fused(
-            is_due: bool | None, carry: tuple[jax.Array, _State, list[jax.Array]], *batches: Structure
+            is_loop: bool,
+            is_due: bool | None,
+            carry: tuple[jax.Array, _State, list[jax.Array]],
+            data: Structure,
         ) -> tuple[Structure, tuple[jax.Array, Structure, Sequence[jax.Array]]]:
             turn, state, arrays = carry
             kept = None if is_due is None else Kept(arrays, is_due)
             step = functools.partial(traced, is_marked=kept is not None)
             memory, compression = runtime.memory, runtime.compression
             try:
-                return over_rows(step, runtime.mesh, memory, turn, state, batches, compression, kept)
+                return over_rows(step, runtime.mesh, memory, turn, state, data, is_loop, compression, kept)
             except Exception as reason:  # errors of the step itself are raised again
                 if kept is not None:
                     raise CannotKeep(str(reason)) from reason
                 message = "kdist leaves the sums of the %s steps of this model to XLA: %s."
                 logs.logger.info(message, self._kind, reason)
                 self._note_uncompressed("of a step of fit", f"XLA sums the gradients ({reason}).")
-                outputs, state = looped(state, *batches)
+                outputs, state = looped(is_loop, state, data)
                 return outputs, (turn, state, [])
 
         @functools.cache
-        def compiled(is_fused: bool, is_due: bool | None = None) -> Callable[..., tuple[Structure, Any]]:
+        def compiled(
+            is_fused: bool, is_loop: bool, is_due: bool | None = None
+        ) -> Callable[..., tuple[Structure, Any]]:
             # The first call is a step, so that the model has all its variables.
             groups = _state_variables(self._model(), self._kind)
             carry: Any = tuple(runtime.shardings(variables) or runtime.replicated for variables in groups)
-            program: Callable[..., Any] = looped
+            program: Any = functools.partial(looped, is_loop)
             if is_fused:
                 rows = [] if is_due is None or self._kept is None else self._kept.sharding
-                carry, program = (runtime.replicated, carry, rows), functools.partial(fused, is_due)
+                carry, program = (runtime.replicated, carry, rows), functools.partial(fused, is_loop, is_due)
+            program.__name__ = program.func.__name__  # of the program in profiles
             return jax.jit(program, donate_argnums=0, out_shardings=(runtime.replicated, carry))
 
         return compiled
@@ -333,6 +341,28 @@ def _state_variables(model: keras.Model, kind: str) -> list[Sequence[keras.Varia
         group.variables if name == "optimizer" else group
         for name, group in zip(_STATE[kind], groups, strict=True)
     ]
+
+
+def _stacked(runtime: JaxCore, batches: Sequence[ReplicaBatches]) -> Structure:
+    """Returns arrays over the mesh with the rows of several global batches, which have equal shapes and splits."""
+    is_whole, num_rows = have_all_rows(batches[0].split), batches[0].split[-1][1]
+    spec = PartitionSpec() if is_whole else PartitionSpec(None, runtime.mesh.axis_names)
+    columns = [[flatten(part) for part in parts] for parts in zip(*(b.parts for b in batches), strict=True)]
+    stacked = []
+    for leaves, device in zip(columns, runtime.local_devices, strict=True):
+        is_host = all(isinstance(leaf, np.ndarray) for leaf in leaves[0])
+        stack = np.stack if is_host else jax.numpy.stack
+        arrays = [stack(each) for each in zip(*leaves, strict=True)]
+        stacked.append(runtime.put(arrays, device) if is_host and not runtime.is_single else arrays)
+    joined = stacked[0]
+    if not runtime.is_single:
+        joined = [
+            jax.make_array_from_single_device_arrays(
+                (len(batches), num_rows, *each[0].shape[2:]), NamedSharding(runtime.mesh, spec), list(each)
+            )
+            for each in zip(*stacked, strict=True)
+        ]
+    return keras.tree.pack_sequence_as(batches[0].parts[0], joined)
 
 
 def _stateless_step(

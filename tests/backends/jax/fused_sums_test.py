@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -20,7 +19,7 @@ if in_worker:
     from jax import numpy as jnp
     from jax.sharding import Mesh
 
-    from kdist.backends.jax import collectives, fused_sums, steps
+    from kdist.backends.jax import collectives, steps
     from kdist.backends.jax.fused_sums import NoRule, over_rows
 
 DEVICES = 3
@@ -30,15 +29,17 @@ ROWS = 18
 def _sums(step: Callable[..., Any], state: Any, *batches: Any) -> tuple[Any, list[int]]:
     """Returns the results of a step on rows, and the number of elements in each sum."""
     mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("batch",))
-    sizes = []
+    sizes, original = [], lax.psum
 
     def psum(array: Any, axis: str) -> Any:
         sizes.append(array.size)
-        return lax.psum(array, axis)
+        return original(array, axis)
 
-    with mock.patch.object(fused_sums, "lax", mock.Mock(wraps=lax, psum=psum)):
-        program = jax.jit(lambda state, *batches: over_rows(step, mesh, None, 0, state, batches))
-        outputs, (_, state) = program(state, *batches)
+    is_loop = len(batches) > 1
+    data = jax.tree.map(lambda *leaves: np.stack(leaves), *batches) if is_loop else batches[0]
+    with mock.patch.object(lax, "psum", psum):
+        program = jax.jit(lambda state, data: over_rows(step, mesh, None, 0, state, data, is_loop))
+        outputs, (_, state, _) = program(state, data)
     return (outputs, state), sizes
 
 
@@ -203,8 +204,12 @@ def test_sums_in_memory_wait_for_the_previous_sum() -> None:
     mesh, memory = Mesh(np.array(jax.devices()[:DEVICES]), ("batch",)), mock.Mock()
     with mock.patch.object(collectives, "buffer_callback", callback):
         for batches, sums in ((1, 2), (3, 6)):
-            program = jax.jit(functools.partial(over_rows, step, mesh, memory))
-            _, (turn, _) = program(np.int32(0), np.float32(0), [_x()] * batches)
+            is_loop = batches > 1
+            program = jax.jit(
+                lambda turn, s, x, loop=is_loop: over_rows(step, mesh, memory, turn, s, x, loop)
+            )
+            data = np.stack([_x()] * batches) if is_loop else _x()
+            _, (turn, _, _) = program(np.int32(0), np.float32(0), data)
             assert int(turn) == sums
 
 

@@ -143,7 +143,7 @@ def _failure(seed: str) -> str | None:
     mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("batch",))
     expected = jax.jit(_step(seed))(w, batch)
     try:
-        outputs, carry = jax.jit(lambda w, b: over_rows(_step(seed), mesh, None, 0, w, [b]))(w, batch)
+        outputs, carry = jax.jit(lambda w, b: over_rows(_step(seed), mesh, None, 0, w, b, False))(w, batch)
     except NoRule:
         return None
     for one, other in zip(jax.tree.leaves((outputs, carry[1])), jax.tree.leaves(expected), strict=True):

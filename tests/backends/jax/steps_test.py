@@ -286,13 +286,13 @@ def test_a_failed_execution_restores_the_values_of_the_last_sync(replicas: int) 
     function = strategy.runtime.step_function(model, "train")
     with pytest.raises(RuntimeError, match="out of memory"), function:
         function([split_batch(strategy.runtime, (x, y))])
-        good = function._compiled(False)
+        good = function._compiled(False, False)
 
         def step(state: Any, data: Any) -> Any:
             good(state, data)  # consumes the buffers of the state
             raise RuntimeError("out of memory")
 
-        function._compiled = lambda is_fused: step
+        function._compiled = lambda is_fused, is_loop: step
         function([split_batch(strategy.runtime, (x, y))])
     _assert_equal(before, model.get_weights())
 
