@@ -33,7 +33,7 @@ class ReplicatedSteps(StepFunction):
         self._model = weakref.ref(model)  # a weak reference, because the model owns this object
         self.kind = kind
         self.kept: KeptInReplicas | None = None
-        self._keeps = False
+        self.keeps = False
 
     @property
     def model(self) -> keras.Model:
@@ -51,7 +51,7 @@ class ReplicatedSteps(StepFunction):
             outputs = [self._predict(batch) for batch in batches]
             return keras.tree.map_structure(lambda *parts: self.concatenate(parts), *outputs)
         for batch in batches:
-            if self._keeps and self.kept is not None:
+            if self.keeps and self.kept is not None:
                 self.kept.next_batch()
             logs = self.run(batch)[0]
         return logs
@@ -63,16 +63,11 @@ class ReplicatedSteps(StepFunction):
             self.kept.add_to_optimizer()
             if not self.kept.belongs_to(model):
                 self.kept = None
-        self._keeps = keeps and may_keep(self.runtime, model)
-        if self._keeps:
+        self.keeps = keeps and may_keep(self.runtime, model)
+        if self.keeps:
             if self.kept is None:
                 self.kept = self.new_kept()
             self.kept.start()
-
-    @property
-    def sums_gradients(self) -> bool | None:
-        """Whether the replicas sum gradients after this batch; `None` if they sum them after each batch."""
-        return self.kept.is_due if self._keeps and self.kept is not None else None
 
     @abstractmethod
     def new_kept(self) -> KeptInReplicas:
@@ -89,7 +84,7 @@ class ReplicatedSteps(StepFunction):
     def in_replica(self, replica: Replica, part: Structure) -> Structure:
         """Runs the step in the context and scope of one replica, on its rows."""
         if self.kind != "predict":
-            replica.kept_gradients = self.kept if self._keeps else None
+            replica.kept_gradients = self.kept if self.keeps else None
             return run_step(replica, self.model, f"{self.kind}_step", part)
         outputs = self.model.predict_step(part)
         replica.scope.aggregate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -235,7 +236,8 @@ def test_a_lost_server_ends_the_job_with_its_name(backend: str, tmp_path: Path) 
         assert chief.wait(20) == 1, chief.stderr()
         assert time.monotonic() - began < 20
         assert f"ps 1 ({tasks.spec['ps'][1]})" in chief.stderr()
-        assert "WorkerLostError" in chief.stderr() and "BackupAndRestore" in chief.stderr()
+        # If the chief itself calls the server first, its error is `PeerLost`, a `WorkerLostError`.
+        assert re.search("WorkerLostError|PeerLost", chief.stderr()) and "BackupAndRestore" in chief.stderr()
         assert facts(chief) == [{"threads": []}]
         assert "Channel closed" not in chief.stderr()  # from a thread of gRPC that outlives its channel
         # The other tasks wait for the next job.

@@ -16,6 +16,7 @@ CLASSES = (
     ("contract", "StepFunction"),
     ("store", "Store"),
     ("stalls", "Board"),
+    ("kept_gradients", "KeptGradients"),
     ("coordination", "Engine"),
     ("coordination", "Coordination"),
     ("coordination", "RemoteValue"),

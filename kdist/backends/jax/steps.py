@@ -21,7 +21,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kdist import keras_hooks, tracing
 from kdist.arrays.gathering import gather_rows
-from kdist.arrays.rows import flatten
 from kdist.arrays.splitting import have_all_rows
 from kdist.backends.contract import ReplicaBatches, StepFunction
 from kdist.backends.jax import moments
@@ -155,7 +154,8 @@ class JaxSteps(StepFunction):
 
     def _run(self, *batches: ReplicaBatches) -> Structure:
         """Runs one step, or several steps as one program."""
-        has_all_rows = any(have_all_rows(batch.split) for batch in batches)
+        fuses = self._can_fuse or self._keeps
+        has_all_rows = fuses and any(have_all_rows(batch.split) for batch in batches)
         if self._keeps and (has_all_rows or len(batches) > 1):
             self.keep_gradients(False)
         if self._state is None:
@@ -347,7 +347,8 @@ def _stacked(runtime: JaxCore, batches: Sequence[ReplicaBatches]) -> Structure:
     """Returns arrays over the mesh with the rows of several global batches, which have equal shapes and splits."""
     is_whole, num_rows = have_all_rows(batches[0].split), batches[0].split[-1][1]
     spec = PartitionSpec() if is_whole else PartitionSpec(None, runtime.mesh.axis_names)
-    columns = [[flatten(part) for part in parts] for parts in zip(*(b.parts for b in batches), strict=True)]
+    everyone = zip(*(batch.parts for batch in batches), strict=True)
+    columns = [[jax.tree.leaves(part) for part in parts] for parts in everyone]  # without `None`
     stacked = []
     for leaves, device in zip(columns, runtime.local_devices, strict=True):
         is_host = all(isinstance(leaf, np.ndarray) for leaf in leaves[0])
@@ -362,7 +363,7 @@ def _stacked(runtime: JaxCore, batches: Sequence[ReplicaBatches]) -> Structure:
             )
             for each in zip(*stacked, strict=True)
         ]
-    return keras.tree.pack_sequence_as(batches[0].parts[0], joined)
+    return jax.tree.unflatten(jax.tree.structure(batches[0].parts[0]), joined)
 
 
 def _stateless_step(

@@ -49,7 +49,7 @@ class TensorFlowSteps(ReplicatedSteps):
             tensors.append(_constant(share.share, share.counts, share.scalar_weight))
         structure = keras.tree.map_structure(lambda leaf: None if leaf is None else 0, batch.parts[0])
         key = (
-            self.sums_gradients,
+            self.kept.is_due if self.keeps and self.kept is not None else None,
             repr(structure),
             tuple((type(leaf), leaf.dtype, tuple(leaf.shape[1:])) for leaf in leaves[0]),
         )
