@@ -42,6 +42,7 @@ EXTRA_FILES = {
         "served.py",  # the variables are on TensorFlow's parameter servers
         "synchronous.py",  # one program can run on all workers
         "tasks.py",  # each task runs a TensorFlow server
+        "collectives.py",  # a graph calls the sums in shared memory, in its own order
         "xla.py",  # TensorFlow's collectives must stay outside of XLA's programs
     },
     "jax": {

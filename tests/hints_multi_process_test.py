@@ -124,8 +124,10 @@ def sums(implementation):
     torch_ring_in_shared_memory="[RING-torch]",
     jax_ring_in_shared_memory="[RING-jax]",
     jax_sums_in_sockets="[AUTO-jax]",
+    tensorflow_ring_in_shared_memory="[RING-tensorflow]",
+    tensorflow_sums_in_sockets="[AUTO-tensorflow]",
 )
-@pytest.mark.parametrize("backend", ["torch", "jax"])
+@each_backend
 @pytest.mark.parametrize("implementation", ["AUTO", "RING"])
 def test_workers_sum_in_shared_memory_unless_a_ring_is_wanted(implementation, backend):
     pool = start_pool(2, backend)

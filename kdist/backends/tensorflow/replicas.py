@@ -14,11 +14,13 @@ from kdist.arrays.structures import joined
 from kdist.backends import debugging
 from kdist.backends.aggregation import ReplicaScope, check_branch
 from kdist.backends.replica import WIDE, Replica
+from kdist.backends.tensorflow.collectives import SumsOfGraphs
 from kdist.backends.tensorflow.components import is_shared, native_of
 from kdist.context import StrategyLike, cross_replica
 from kdist.values import component
 
 if TYPE_CHECKING:
+    from kdist.arrays.types import Scalar
     from kdist.backends.tensorflow.core import TensorFlowCore
 
 
@@ -43,6 +45,8 @@ class TensorFlowReplica(Replica):
         if self.num_replicas_in_sync == 1:
             return list(tensors)
         self._require_no_xla()
+        if in_memory := self._sums_in_memory(tensors):
+            return in_memory(tensors)
         # TensorFlow keeps small integers on the host, and cannot reduce host and device tensors together.
         # float64 represents the integers that are summed here exactly.
         # A new tensor is on the replica's device, and TensorFlow reduces on the device of its input.
@@ -57,6 +61,20 @@ class TensorFlowReplica(Replica):
             for tensor in sent
         ]
         return [tf.cast(total, tensor.dtype) for total, tensor in zip(sums, tensors, strict=True)]
+
+    def _sums_in_memory(self, tensors: Sequence[tf.Tensor]) -> SumsOfGraphs | None:
+        sums = self.strategy.runtime.group.sums_in_memory
+        return sums if sums is not None and all(sums.can_sum(tensor.dtype) for tensor in tensors) else None
+
+    def all_reduce_packed(
+        self, tensors: Sequence[tf.Tensor], weight: Scalar | None = None, dtype: str | None = None
+    ) -> list[tf.Tensor]:
+        """Does not concatenate tensors for shared memory, which has room for all of them."""
+        if dtype is not None or self.num_replicas_in_sync == 1 or not self._sums_in_memory(tensors):
+            return super().all_reduce_packed(tensors, weight, dtype)
+        if weight is not None:
+            tensors = [tensor * self.scalar(weight, tensor.dtype) for tensor in tensors]
+        return self.all_reduce_sum(tensors)
 
     def _require_no_xla(self) -> None:
         if getattr(self.scope, "in_xla", False):

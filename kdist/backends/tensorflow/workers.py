@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -21,13 +22,17 @@ from kdist.backends import stalls, whereabouts, workers
 from kdist.backends.joining import join_once
 from kdist.backends.mail import Mail
 from kdist.backends.tensorflow import meeting
+from kdist.backends.tensorflow.collectives import SumsOfGraphs
 from kdist.backends.tensorflow.store import ServiceStore
 from kdist.cluster import Cluster, choose_nccl_interface, liveness
 from kdist.communication.options import CommunicationImplementation, CommunicationOptions
-from kdist.errors import DeviceError
+from kdist.communication.shared_memory import Offer, SharedMemory
+from kdist.errors import DeviceError, KdistError
 
 if TYPE_CHECKING:
     import keras
+
+    from kdist.arrays.types import T
 
 
 _HUNG = "kdist/hung"
@@ -55,6 +60,9 @@ _WHY = re.compile(r"aborted by: (.*)")
 
 class Workers(workers.Workers):
     """A single worker: this process."""
+
+    sums_in_memory: SumsOfGraphs | None = None
+    """Sums tensors if all workers are on one machine and each one has a CPU device."""
 
     def all_gather_rows(self, local: tf.Tensor, sizes: Sequence[int] | tf.Tensor) -> tf.Tensor:
         """Concatenates the rows of every worker; see `JoinedWorkers.all_gather_rows`."""
@@ -89,6 +97,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         self._sums: dict[tuple[tf.DType, int], Callable[[tf.Tensor], tf.Tensor]] = {}
         self._sick: dict[int, tuple[float, int]] = {}  # time of the first failure, number of failures
         self._patience = liveness.heartbeat_timeout()
+        self._memory: SharedMemory | None = None
         self.mail = Mail(
             self.store,
             self.names,
@@ -98,6 +107,31 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
             explain=self.explain_failure,
         )
         self._stalls.start()
+
+    def share_memory(self, is_wanted: bool) -> None:
+        """Connects the memory of all workers if all of them want it."""
+
+        def gather(value: T) -> list[T]:
+            # The mail needs no graph, which would take time to trace.
+            return [json.loads(data) for data in self.begin_gather_bytes(json.dumps(value).encode())()]
+
+        offer = Offer(self.worker_index, self.num_workers, is_wanted)
+        seconds = self.mail.timeout_seconds or liveness.engine_timeout()
+        self._memory = offer.connect(gather(offer.description), gather, seconds)
+        if self._memory is not None:
+            self._memory.check_others = self._check_all
+            self.sums_in_memory = SumsOfGraphs(self._memory, self.native)
+
+    def _check_all(self) -> None:
+        if lost := self.lost():
+            raise self._lost_error(lost, "it sent no heartbeat")
+        self.check(0)
+
+    def close(self) -> None:
+        """Also closes the shared memory."""
+        super().close()
+        if self._memory is not None:
+            self._memory.close()
 
     def all_gather_rows(self, local: tf.Tensor, sizes: Sequence[int] | tf.Tensor) -> tf.Tensor:
         """Concatenates the rows of all workers, also in a graph. `sizes` has each worker's row count."""
@@ -176,6 +210,8 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
     def sum(self, value: tf.Tensor) -> tf.Tensor:
         """Sums a tensor over the workers."""
         sent = value if value.dtype in _SUMMABLE else tf.cast(value, tf.int64)
+        if self.sums_in_memory is not None and self.sums_in_memory.can_sum(sent.dtype):
+            return tf.cast(self.sums_in_memory([sent])[0], value.dtype)
         if not tf.executing_eagerly():
             # If a graph calls a function twice, TensorFlow gives both collectives the same key.
             return tf.cast(self._sum_over_workers(sent), value.dtype)
@@ -217,6 +253,10 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
     def explain_failure(self, error: BaseException) -> BaseException:
         """Returns a `WorkerLostError` for a TensorFlow error about another worker."""
         text = str(error)
+        if self.sums_in_memory is not None and (failure := self.sums_in_memory.failure_of(text)) is not None:
+            if isinstance(failure, KdistError):
+                return failure
+            return self._lost_error(self._find_lost(), str(failure))
         named = {int(task) for task in meeting.TASK.findall(text)} & self._others
         says_so = isinstance(error, _OF_CONNECTIONS)
         if self.worker_index != 0 and isinstance(error, tf.errors.DeadlineExceededError) and _SERVICE in text:
@@ -302,7 +342,9 @@ def join(
         native = _connect(cluster, options, devices, timeout)
         joined = JoinedWorkers(cluster, native, options.timeout_seconds)
         rings = options.implementation is CommunicationImplementation.RING
-        joined.communication = "nccl" if devices[0].startswith("gpu:") and not rings else "grpc"
+        is_gpu = devices[0].startswith("gpu:")
+        joined.communication = "nccl" if is_gpu and not rings else "grpc"
+        joined.share_memory(not is_gpu and not rings)
         return joined
 
     joined = join_once(cluster, options.timeout_seconds, connect)

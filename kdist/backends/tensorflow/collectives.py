@@ -1,0 +1,82 @@
+"""Sums of the workers of one machine in shared memory, which graphs call as a Python function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from kdist.communication.shared_memory import SharedMemory
+
+# TensorFlow copies the result of a Python function unless it begins at a multiple of this number of bytes.
+_ALIGNMENT = 64
+
+
+class SumsOfGraphs:
+    """Sums tensors of the workers in shared memory, in graphs and outside of them.
+
+    All workers must sum in the same order. TensorFlow does not order branches, loops and functions unless they write
+    to one variable. The native collectives use the variable `_ordering_token` for this, so these sums use it, too.
+
+    Args:
+        memory: The shared memory of the workers.
+        native: The native strategy.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/numpy_function
+
+    Raises:
+        AttributeError: If this version of TensorFlow has no such variables.
+    """
+
+    def __init__(self, memory: SharedMemory, native: tf.distribute.Strategy) -> None:
+        self._memory = memory
+        extended = native.extended
+        both = extended._cross_device_ops, extended._host_cross_device_ops
+        self._tokens = [launcher._ordering_token.handle for ops in both for launcher in ops._launchers]
+        self._failure: Exception | None = None
+
+    def failure_of(self, text: str) -> Exception | None:
+        """Returns the error of a sum, given TensorFlow's error, which contains only its text."""
+        failed = self._failure is not None and str(self._failure).split("\n", 1)[0] in text
+        return self._failure if failed else None
+
+    def can_sum(self, dtype: tf.DType) -> bool:
+        """Returns whether tensors of this dtype can be summed."""
+        return self._memory.can_sum(dtype.as_numpy_dtype)
+
+    def __call__(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums tensors of any shapes and dtypes."""
+        if not tensors:
+            return []
+        # The methods of a variable would also record it for gradients.
+        reads = [tf.raw_ops.ReadVariableOp(resource=token, dtype=tf.float32) for token in self._tokens]
+        with tf.control_dependencies(reads):
+            sums = tf.nest.flatten(tf.numpy_function(self._sum, tensors, [t.dtype for t in tensors]))
+        with tf.control_dependencies(sums):
+            for token in self._tokens:
+                tf.raw_ops.AssignVariableOp(resource=token, value=tf.constant(0.0))
+        return [tf.ensure_shape(total, tensor.shape) for total, tensor in zip(sums, tensors, strict=True)]
+
+    def _sum(self, *arrays: np.ndarray) -> list[np.ndarray]:
+        results = [_aligned(array) for array in arrays]
+        try:
+            for members in _by_dtype(arrays):
+                flat = [[those[i].reshape(-1) for i in members] for those in (arrays, results)]
+                self._memory.sum_all(*flat)
+        except Exception as error:
+            self._failure = error
+            raise
+        return results
+
+
+def _by_dtype(arrays: Sequence[np.ndarray]) -> Iterator[list[int]]:
+    for dtype in dict.fromkeys(array.dtype for array in arrays):
+        yield [i for i, array in enumerate(arrays) if array.dtype == dtype]
+
+
+def _aligned(array: np.ndarray) -> np.ndarray:
+    """Returns a new array of this shape and dtype, whose memory TensorFlow uses without a copy."""
+    memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
