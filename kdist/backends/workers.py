@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 from kdist import communication
 from kdist.backends import mail
 from kdist.backends.mail import Mail
 from kdist.backends.stalls import Board, StallWatch
 from kdist.backends.store import Store
-from kdist.cluster import Cluster
+from kdist.cluster import Cluster, liveness
+
+if TYPE_CHECKING:
+    from kdist.arrays.types import T
+    from kdist.communication.shared_memory import SharedMemory
 
 _WAITS = "kdist/waits"
 # Longer messages are sent in pieces, because the stores of JAX and TensorFlow cannot hold a value of 2 GiB.
@@ -81,6 +87,8 @@ class JoinedWorkers(Workers, Board):
     """
 
     mail: Mail
+    memory: SharedMemory | None = None
+    """The shared memory of the workers, if all of them are on one machine and have one CPU device."""
 
     def __init__(self, cluster: Cluster, store: Store) -> None:
         self.num_workers = cluster.num_workers
@@ -128,10 +136,23 @@ class JoinedWorkers(Workers, Board):
         found = {index: self.store.get(f"{_WAITS}/{index}") for index in others}
         return {index: data.decode() for index, data in found.items() if data is not None}
 
+    def connect_memory(self, is_wanted: bool) -> None:
+        """Connects the memory of all workers, if all of them want it and are on one machine."""
+        from kdist.communication.memory_offer import Offer  # imports NumPy
+
+        def gather(value: T) -> list[T]:
+            return [json.loads(data) for data in self.begin_gather_bytes(json.dumps(value).encode())()]
+
+        offer = Offer(self.worker_index, self.num_workers, is_wanted)
+        seconds = self.mail.timeout_seconds or liveness.engine_timeout()
+        self.memory = offer.connect(gather(offer.description), gather, seconds)
+
     def limit_time(self, seconds: float | None) -> None:
         """Sets the timeout of messages, for another strategy that shares the connection."""
         self.mail.timeout_seconds = seconds
 
     def close(self) -> None:
-        """Stops the stall watch. Called when the process exits."""
+        """Stops the stall watch and closes the shared memory. Called when the process exits."""
         self._stalls.close()
+        if self.memory is not None:
+            self.memory.close()

@@ -11,14 +11,12 @@ import collections
 import contextlib
 import itertools
 import mmap
-import os
-import secrets
 import select
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -29,19 +27,18 @@ from kdist.errors import KdistError, WorkerMismatchError
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-# Workers that may share memory: each one is connected with all others.
-_MOST_WORKERS = 16
 # A worker can start a few sums before it waits. Each one has a slot of this size, in bytes.
-_WINDOW, _SLOT = 3, 8 << 20
+_WINDOW, SLOT = 3, 8 << 20
 # A slot is free when it is reached again, without another message: before a worker starts sum n, it has finished
 # sum n - _WINDOW. The others had then started this sum, and had thus finished sum n - 2 * _WINDOW.
-_SLOTS = 2 * _WINDOW
+SLOTS = 2 * _WINDOW
 # Up to this size, in bytes, each worker adds all arrays. Of larger ones, it adds a part for all workers.
 _SMALL = 64 << 10
-_JOIN_SECONDS = 10.0
 # The interval, in seconds, at which a waiting worker checks whether the others are alive.
 _LOOK = 1.0
-_MESSAGE = struct.Struct("<cqq")  # the kind, and of a start the number of bytes and the dtype
+# The kind, and of a start the number of bytes and the dtype. A text with the shapes follows.
+_MESSAGE = struct.Struct("<cqq")
+_TEXT = 200  # the most bytes of this text
 _STARTED, _ADDED = b"S", b"A"
 _DTYPES = [
     *map(np.dtype, ("float32", "float64", "float16", ml_dtypes.bfloat16)),
@@ -50,112 +47,8 @@ _DTYPES = [
 # The bytes of a piece of large arrays, so that a worker adds while another worker still copies.
 _PIECE = 1 << 20
 
-
-class Offer:
-    """This worker's part of the connection: it waits for the others under a name, which they receive.
-
-    `description` is a JSON value for the others. It is `None` if this worker cannot share memory.
-
-    Args:
-        index: The index of this worker.
-        count: The number of workers.
-        is_wanted: Whether this worker wants to share memory.
-    """
-
-    def __init__(self, index: int, count: int, is_wanted: bool) -> None:
-        self._index, self._count = index, count
-        self.description: dict[str, object] | None = None
-        self._listener: socket.socket | None = None
-        if not is_wanted or not 1 < count <= _MOST_WORKERS or not hasattr(os, "memfd_create"):
-            return
-        try:
-            with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-                machine = [file.read().strip(), os.stat("/proc/self/ns/net").st_ino, os.getuid()]
-            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._listener.bind(f"\0kdist-{secrets.token_hex(16)}")
-            self._listener.listen(_MOST_WORKERS)
-        except OSError:
-            return
-        name = self._listener.getsockname().decode()
-        self.description = {"machine": machine, "name": name}
-
-    def connect(
-        self, offers: Sequence[dict[str, object] | None], gather: Callable[[bool], list[bool]], seconds: float
-    ) -> SharedMemory | None:
-        """Connects the workers if all of them are on this machine.
-
-        Args:
-            offers: The descriptions of all workers.
-            gather: Gathers a value from every worker.
-            seconds: The time limit of a sum.
-
-        Returns:
-            `None` on all workers if any worker cannot connect.
-        """
-        machines = [offer and offer["machine"] for offer in offers]
-        if machines[0] is None or any(machine != machines[0] for machine in machines):
-            if self._listener is not None:
-                self._listener.close()
-            return None
-        memory = None
-        try:
-            memory = self._connect([str(offer["name"]) for offer in offers if offer], seconds)
-        except OSError:
-            pass
-        finally:
-            if self._listener is not None:
-                self._listener.close()
-        if all(gather(memory is not None)):
-            return memory
-        if memory is not None:
-            memory.close()
-        return None
-
-    def _connect(self, names: Sequence[str], seconds: float) -> SharedMemory:
-        assert self._listener is not None
-        me, count = self._index, self._count
-        mine = os.memfd_create("kdist")
-        files = {me: mine}
-        peers: dict[int, socket.socket] = {}
-        try:
-            os.ftruncate(mine, _SLOTS * _SLOT)
-            self._listener.settimeout(_JOIN_SECONDS)
-            for index in range(me):
-                peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                peer.settimeout(_JOIN_SECONDS)
-                peer.connect(names[index])
-                peers[index] = peer
-                _send_file(peer, me, mine)
-                _, files[index] = _receive_file(peer)
-            while len(peers) < count - 1:
-                peer, _ = self._listener.accept()
-                peer.settimeout(_JOIN_SECONDS)
-                index, file = _receive_file(peer)
-                peers[index], files[index] = peer, file
-                _send_file(peer, me, mine)
-            regions = [mmap.mmap(files[index], _SLOTS * _SLOT) for index in range(count)]
-        except BaseException:
-            for peer in peers.values():
-                peer.close()
-            raise
-        finally:
-            for file in files.values():
-                os.close(file)
-        return SharedMemory(me, peers, regions, seconds)
-
-
-def _send_file(peer: socket.socket, index: int, file: int) -> None:
-    uid = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
-    if uid != os.getuid():
-        raise PermissionError("another user's process")
-    socket.send_fds(peer, [bytes([index])], [file])
-
-
-def _receive_file(peer: socket.socket) -> tuple[int, int]:
-    message, files, _, _ = socket.recv_fds(peer, 1, 1)
-    if not message or len(files) != 1:
-        raise ConnectionError("the other worker gave up")
-    return message[0], files[0]
+Form: TypeAlias = tuple[int, int, bytes]
+"""The bytes, dtype and shapes of a sum."""
 
 
 class SharedMemory:
@@ -187,23 +80,35 @@ class SharedMemory:
             self._poll.register(peer, select.POLLIN)
         self._counts = {kind: dict.fromkeys(peers, 0) for kind in (_STARTED, _ADDED)}  # of messages
         # Of each worker, the sizes and dtypes of the sums that it started first.
-        self._forms = {worker: collections.deque[tuple[int, int]]() for worker in peers}
+        self._forms = {worker: collections.deque[Form]() for worker in peers}
 
-    def can_sum(self, dtype: npt.DTypeLike, num_bytes: int = 0) -> bool:
-        """Returns whether `start` can sum arrays of this dtype and size."""
-        return num_bytes <= _SLOT and dtype in _DTYPES
+    def can_sum(self, dtype: npt.DTypeLike) -> bool:
+        """Returns whether `start` can sum arrays of this dtype."""
+        return dtype in _DTYPES
 
-    def start(self, arrays: Sequence[np.ndarray], results: Sequence[np.ndarray] | None = None) -> Sum:
-        """Starts to sum flat arrays of one dtype over all workers, in place unless there are `results`."""
-        found = Sum(self, self._num_started, arrays, arrays if results is None else results)
+    def pieces_of(self, array: np.ndarray) -> list[np.ndarray]:
+        """Divides a flat array into pieces that `start` can sum. Small pieces overlap in time."""
+        if array.nbytes <= SLOT:
+            return [array]
+        size = _PIECE // array.itemsize
+        return [array[start : start + size] for start in range(0, array.size, size)]
+
+    def start(
+        self, arrays: Sequence[np.ndarray], results: Sequence[np.ndarray] | None = None, shapes: str = ""
+    ) -> Sum:
+        """Starts to sum flat arrays of one dtype over all workers, in place unless there are `results`.
+
+        All workers must pass the same `shapes`, a text about the shapes of the tensors.
+        """
+        found = Sum(self, self._num_started, arrays, arrays if results is None else results, shapes)
         self._num_started += 1
         self.unfinished.append(found)
         if len(self.unfinished) <= _WINDOW:
             found.send()
         return found
 
-    def sum_all(self, arrays: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> None:
-        """Sums flat arrays of one dtype and any size over all workers.
+    def sum_all(self, arrays: Sequence[np.ndarray], results: Sequence[np.ndarray], shapes: str = "") -> None:
+        """Sums flat arrays of one dtype and any size over all workers; see `start`.
 
         After Ctrl-C, the sum continues, because programs of JAX cannot continue after an error.
         `interrupts` raises the `KeyboardInterrupt` afterwards.
@@ -221,7 +126,7 @@ class SharedMemory:
                 pieces[-1][1].append(result[start:end])
                 left -= end - start
                 start = end
-        for started in [self.start(*piece) for piece in pieces]:
+        for started in [self.start(*piece, shapes) for piece in pieces]:
             try:
                 started.wait()
             except KeyboardInterrupt:
@@ -236,11 +141,11 @@ class SharedMemory:
             if len(self.unfinished) >= _WINDOW:
                 self.unfinished[_WINDOW - 1].send()
 
-    def send(self, kind: bytes, size: int = 0, dtype: int = 0) -> None:
+    def send(self, kind: bytes, size: int = 0, dtype: int = 0, shapes: bytes = b"") -> None:
         """Sends a message to all other workers. A worker that needs more from one that has ended notices it."""
         for peer in self._peers.values():
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                peer.send(_MESSAGE.pack(kind, size, dtype))
+                peer.send(_MESSAGE.pack(kind, size, dtype) + shapes)
 
     def wait_for(self, kind: bytes, number: int, deadline: float) -> None:
         """Waits until all other workers have sent the message of this kind and number.
@@ -266,30 +171,30 @@ class SharedMemory:
 
     def _receive(self, worker: int) -> None:
         try:
-            data = self._peers[worker].recv(_MESSAGE.size)
+            data = self._peers[worker].recv(_MESSAGE.size + _TEXT)
         except ConnectionResetError:
             # The worker ended before it read all messages. What it sent before is still there.
-            data = self._peers[worker].recv(_MESSAGE.size)
+            data = self._peers[worker].recv(_MESSAGE.size + _TEXT)
         if not data:
             self._ended.add(worker)
             self._poll.unregister(self._peers[worker])
             return
-        kind, size, dtype = _MESSAGE.unpack(data)
+        kind, size, dtype = _MESSAGE.unpack_from(data)
         self._counts[kind][worker] += 1
         if kind == _STARTED:
-            self._forms[worker].append((size, dtype))
+            self._forms[worker].append((size, dtype, data[_MESSAGE.size :]))
 
-    def check_form(self, form: tuple[int, int]) -> None:
+    def check_form(self, form: Form) -> None:
         """Raises an error if another worker started the next sum with another array."""
         forms = {self.index: form}
         for worker, waiting in self._forms.items():
             forms[worker] = waiting.popleft()
         if {*forms.values()} != {form}:
             raise WorkerMismatchError(
-                "The workers sum arrays of different sizes or dtypes.",
+                "The workers sum arrays of different shapes or dtypes.",
                 received={
-                    f"worker {worker}": f"{size} bytes of {_DTYPES[dtype]}"
-                    for worker, (size, dtype) in sorted(forms.items())
+                    f"worker {worker}": f"{size} bytes of {_DTYPES[dtype]} {shapes.decode()}".rstrip()
+                    for worker, (size, dtype, shapes) in sorted(forms.items())
                 },
                 hint="Call all_reduce with the same shape and dtype on all workers, in the same order.",
             )
@@ -308,15 +213,22 @@ class Sum:
         number: The number of sums before it.
         arrays: Flat arrays of one dtype.
         results: Arrays of the same sizes, which receive the sums.
+        shapes: A text about the shapes of the tensors.
     """
 
     def __init__(
-        self, memory: SharedMemory, number: int, arrays: Sequence[np.ndarray], results: Sequence[np.ndarray]
+        self,
+        memory: SharedMemory,
+        number: int,
+        arrays: Sequence[np.ndarray],
+        results: Sequence[np.ndarray],
+        shapes: str,
     ) -> None:
         self._memory, self.number, self._arrays, self._results = memory, number, arrays, results
         self._dtype = arrays[0].dtype
         self._ends = list(itertools.accumulate(array.size for array in arrays))
-        self._form = self._ends[-1] * self._dtype.itemsize, _DTYPES.index(self._dtype)
+        size = self._ends[-1] * self._dtype.itemsize
+        self._form = size, _DTYPES.index(self._dtype), shapes.encode()[:_TEXT]
         self._deadline = time.monotonic() + memory.seconds
         self.has_ended = False
         self._slots: list[np.ndarray] = []  # the arrays of all workers
@@ -342,7 +254,7 @@ class Sum:
 
     def send(self) -> None:
         """Makes the arrays visible to the other workers."""
-        count, offset = self._ends[-1], self.number % _SLOTS * _SLOT
+        count, offset = self._ends[-1], self.number % SLOTS * SLOT
         self._slots = [np.frombuffer(r, self._dtype, count, offset) for r in self._memory.regions]
         for array, part in zip(self._arrays, self._parts_of(self._slots[self._memory.index]), strict=True):
             np.copyto(part, array)

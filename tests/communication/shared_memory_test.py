@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kdist.communication import interrupts, shared_memory
-from kdist.communication.shared_memory import Offer
+from kdist.communication.memory_offer import Offer
 from kdist.errors import WorkerMismatchError
 
 SECONDS = 60.0
@@ -186,10 +186,13 @@ def test_ctrl_c_while_waiting_changes_no_sum(late):
         np.testing.assert_array_equal(found, np.full(100_000, 3.0))
 
 
-def test_arrays_that_must_use_gloo():
+def test_dtypes_and_pieces_of_arrays():
     def work(memory, index):
-        assert memory.can_sum(np.dtype("float32"), 8 << 20) and memory.can_sum(np.dtype(ml_dtypes.bfloat16))
-        assert not memory.can_sum(np.dtype("float32"), (8 << 20) + 1)
+        assert memory.can_sum(np.dtype("float32")) and memory.can_sum(np.dtype(ml_dtypes.bfloat16))
+        for size, number in ((0, 1), (2 << 20, 1), ((2 << 20) + 1, 9)):
+            pieces = memory.pieces_of(array := np.arange(size, dtype="float32"))
+            assert len(pieces) == number
+            np.testing.assert_array_equal(np.concatenate(pieces), array)
         assert not memory.can_sum(np.dtype("bool"))
 
     on_workers(2, work)

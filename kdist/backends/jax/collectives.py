@@ -144,6 +144,6 @@ class SumsInMemory:
         return summed
 
     def _sum(self, context: ExecutionContext, results: list[Buffer], turn: Buffer, *arrays: Buffer) -> None:
-        flat = [[np.asarray(buffer).reshape(-1) for buffer in buffers] for buffers in (arrays, results[1:])]
-        self._memory.sum_all(*flat)
+        flat = [np.asarray(buffer).reshape(-1) for buffer in arrays]
+        self._memory.sum_all(flat, [np.asarray(buffer).reshape(-1) for buffer in results[1:]])
         np.asarray(results[0])[...] = 0

@@ -21,13 +21,12 @@ from kdist.backends.jax.watch import Watch, has_started, service_client
 from kdist.backends.joining import check_devices, join_once
 from kdist.backends.mail import Mail
 from kdist.backends.workers import Workers
-from kdist.cluster import Cluster, liveness, visible_gpus
+from kdist.cluster import Cluster, visible_gpus
 from kdist.communication.options import CommunicationImplementation, CommunicationOptions, hint_ignored
-from kdist.communication.shared_memory import Offer, SharedMemory
 from kdist.errors import StrategyScopeError, WorkerLostError
 
 if TYPE_CHECKING:
-    from kdist.arrays.types import T
+    pass
 
 _ENGINE = workers.folders_of_engine(jax.__file__, __file__)
 
@@ -42,9 +41,6 @@ class JoinedWorkers(workers.JoinedWorkers):
         timeout_seconds: The time limit of messages and sums.
         may_share: Whether CPUs of one machine may sum in shared memory.
     """
-
-    memory: SharedMemory | None = None
-    """The shared memory of the workers, if all of them are on one machine and have one CPU device."""
 
     def __init__(self, cluster: Cluster, timeout_seconds: float | None, may_share: bool) -> None:
         self._may_share = may_share
@@ -66,21 +62,9 @@ class JoinedWorkers(workers.JoinedWorkers):
         if not self._may_share:
             return
         self._may_share = False
-
-        def gather(value: T) -> list[T]:
-            return [json.loads(data) for data in self.all_gather_bytes(json.dumps(value).encode())]
-
-        offer = Offer(self.worker_index, self.num_workers, is_wanted)
-        seconds = self.mail.timeout_seconds or liveness.engine_timeout()
-        self.memory = offer.connect(gather(offer.description), gather, seconds)
+        self.connect_memory(is_wanted)
         if self.memory is not None:
             self.memory.check_others = lambda: self._watch.check(tells=False)
-
-    def close(self) -> None:
-        """Also closes the shared memory."""
-        super().close()
-        if self.memory is not None:
-            self.memory.close()
 
     def _gather_pieces(self, data: bytes) -> list[bytes]:
         """Gathers data through the key-value store of the service."""

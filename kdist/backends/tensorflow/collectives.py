@@ -45,12 +45,13 @@ class SumsOfGraphs:
         """Returns whether tensors of this dtype can be summed."""
         return self._memory.can_sum(dtype.as_numpy_dtype)
 
-    def __call__(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def __call__(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor]:
         """Sums tensors of any shapes and dtypes."""
         if not tensors:
             return []
         # The methods of a variable would also record it for gradients.
         reads = [tf.raw_ops.ReadVariableOp(resource=token, dtype=tf.float32) for token in self._tokens]
+        tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]  # of `IndexedSlices`
         with tf.control_dependencies(reads):
             sums = tf.nest.flatten(tf.numpy_function(self._sum, tensors, [t.dtype for t in tensors]))
         with tf.control_dependencies(sums):
@@ -62,8 +63,8 @@ class SumsOfGraphs:
         results = [_aligned(array) for array in arrays]
         try:
             for members in _by_dtype(arrays):
-                flat = [[those[i].reshape(-1) for i in members] for those in (arrays, results)]
-                self._memory.sum_all(*flat)
+                flat, flat_results = ([those[i].reshape(-1) for i in members] for those in (arrays, results))
+                self._memory.sum_all(flat, flat_results, " ".join(str(arrays[i].shape) for i in members))
         except Exception as error:
             self._failure = error
             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -26,13 +25,10 @@ from kdist.backends.tensorflow.collectives import SumsOfGraphs
 from kdist.backends.tensorflow.store import ServiceStore
 from kdist.cluster import Cluster, choose_nccl_interface, liveness
 from kdist.communication.options import CommunicationImplementation, CommunicationOptions
-from kdist.communication.shared_memory import Offer, SharedMemory
 from kdist.errors import DeviceError, KdistError
 
 if TYPE_CHECKING:
     import keras
-
-    from kdist.arrays.types import T
 
 
 _HUNG = "kdist/hung"
@@ -97,7 +93,6 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         self._sums: dict[tuple[tf.DType, int], Callable[[tf.Tensor], tf.Tensor]] = {}
         self._sick: dict[int, tuple[float, int]] = {}  # time of the first failure, number of failures
         self._patience = liveness.heartbeat_timeout()
-        self._memory: SharedMemory | None = None
         self.mail = Mail(
             self.store,
             self.names,
@@ -110,28 +105,15 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
 
     def share_memory(self, is_wanted: bool) -> None:
         """Connects the memory of all workers if all of them want it."""
-
-        def gather(value: T) -> list[T]:
-            # The mail needs no graph, which would take time to trace.
-            return [json.loads(data) for data in self.begin_gather_bytes(json.dumps(value).encode())()]
-
-        offer = Offer(self.worker_index, self.num_workers, is_wanted)
-        seconds = self.mail.timeout_seconds or liveness.engine_timeout()
-        self._memory = offer.connect(gather(offer.description), gather, seconds)
-        if self._memory is not None:
-            self._memory.check_others = self._check_all
-            self.sums_in_memory = SumsOfGraphs(self._memory, self.native)
+        self.connect_memory(is_wanted)
+        if self.memory is not None:
+            self.memory.check_others = self._check_all
+            self.sums_in_memory = SumsOfGraphs(self.memory, self.native)
 
     def _check_all(self) -> None:
         if lost := self.lost():
             raise self._lost_error(lost, "it sent no heartbeat")
         self.check(0)
-
-    def close(self) -> None:
-        """Also closes the shared memory."""
-        super().close()
-        if self._memory is not None:
-            self._memory.close()
 
     def all_gather_rows(self, local: tf.Tensor, sizes: Sequence[int] | tf.Tensor) -> tf.Tensor:
         """Concatenates the rows of all workers, also in a graph. `sizes` has each worker's row count."""

@@ -22,8 +22,9 @@ from kdist.backends.waiting import Waiting
 from kdist.cluster import Cluster, environment, is_loopback, join_address, split_address
 from kdist.cluster.addresses import port_error
 from kdist.cluster.handshake import NotOfThisJobError, secret_error, secret_if_any
+from kdist.communication.memory_offer import Offer
 from kdist.communication.options import CommunicationImplementation
-from kdist.communication.shared_memory import Offer, SharedMemory
+from kdist.communication.shared_memory import SharedMemory
 from kdist.errors import ClusterConfigError
 
 if TYPE_CHECKING:

@@ -231,8 +231,9 @@ class _SumWithGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, replica: TorchReplica) -> torch.Tensor:
         ctx.replica = replica
+        (total,) = replica.all_reduce_sum([tensor])
         # Not shared with the other replicas, because autograd changes the tensor that a function returns.
-        return replica.all_reduce_sum([tensor])[0].clone()
+        return total.clone() if len(replica.strategy.runtime.devices) > 1 else total
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

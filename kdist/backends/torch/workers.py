@@ -84,7 +84,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         self._owns_group = owns_group
         keras_hooks.claim_process_group(owns_group)
         self._cpu_group = cpu_group
-        self._memory = memory
+        self.memory = memory
         if memory is not None:
             memory.check_others = self._check_others
         self._stuck = False
@@ -97,15 +97,18 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
     def start_all_reduce(self, tensor: torch.Tensor, group: object = None) -> Callable[[], None]:
         """Starts `all_reduce`; a worker can start several of them before it waits."""
         with self._explained("all_reduce"):
-            memory, work = None if group is not None else self._memory, None
+            memory = None if group is not None else self.memory
             array = None if memory is None else flat_array(tensor)
-            if memory is not None and array is not None and memory.can_sum(array.dtype, array.nbytes):
-                work = memory.start([array])
-            work = work or dist.all_reduce(tensor, group=group or self._group(tensor), async_op=True)
+            works: list[dist.Work | Sum] = []
+            if memory is not None and array is not None and memory.can_sum(array.dtype):
+                pieces, shapes = memory.pieces_of(array), str(tuple(tensor.shape))
+                works = [memory.start([piece], None, shapes) for piece in pieces]
+            works = works or [dist.all_reduce(tensor, group=group or self._group(tensor), async_op=True)]
 
         def finish() -> None:
             with self._explained("all_reduce"):
-                self._finish(work, tensor)
+                for work in works:
+                    self._finish(work, tensor)
 
         return finish
 
@@ -239,8 +242,6 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         """Leaves the group, without an error on workers that continue."""
         super().close()
         self._lifeline.close()
-        if self._memory is not None:
-            self._memory.close()
         # gloo cannot cancel an operation, and its destructor would wait for it, for example after Ctrl-C.
         if self._stuck or (interrupts.is_pressed and self.waits_in("")):
             sys.stdout.flush()
@@ -259,8 +260,8 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
 
     def _finish(self, work: dist.Work | Sum, tensor: torch.Tensor) -> None:
         # Sums in shared memory progress only here. Another worker may wait for one before it starts this collective.
-        while self._memory is not None and self._memory.unfinished and not isinstance(work, Sum):
-            self._finish(self._memory.unfinished[0], tensor)
+        while self.memory is not None and self.memory.unfinished and not isinstance(work, Sum):
+            self._finish(self.memory.unfinished[0], tensor)
         self._pending = work
         if isinstance(work, Sum):
             work.wait()
