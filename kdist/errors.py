@@ -118,6 +118,15 @@ class CheckpointMismatchError(CheckpointError):
 _OF_DATA = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
+def different_arrays(found: dict[str, object]) -> WorkerMismatchError:
+    """Returns the error of workers that sum different arrays, given a description per worker."""
+    return WorkerMismatchError(
+        "The workers sum arrays of different shapes or dtypes.",
+        received=found,
+        hint="Call all_reduce with the same shape and dtype on all workers, in the same order.",
+    )
+
+
 @contextlib.contextmanager
 def malformed_as(make: Callable[[str], KdistError], *also: type[Exception]) -> Iterator[None]:
     """Converts errors that Python raises for malformed data into an error of kdist.

@@ -215,3 +215,28 @@ def test_the_extended_parts_of_a_strategy(backend, num_workers):
         assert np.asarray(value).tolist() == [4, 4]
         assert created == [True, False]
         assert len(names) == (6 if num_workers == 1 else 3) and all(name.startswith("cpu") for name in names)
+
+
+def in_worker_transposed():
+    """Returns the error of a sum of tensors with equal sizes and different shapes, and the result of the next sum."""
+    import keras
+
+    import kdist
+
+    s = strategy()
+    shape = (2, 3) if s.runtime.worker_index else (3, 2)
+
+    def total(x):
+        return kdist.get_replica_context().all_reduce("SUM", x)
+
+    with pytest.raises(kdist.errors.WorkerMismatchError) as caught:
+        s.run(total, args=(keras.ops.ones(shape),))
+    return str(caught.value), host(s.run(total, args=(keras.ops.ones(2),)))
+
+
+@pytest.mark.kills("shared_memory_of_different_shapes")
+@each_backend
+def test_a_sum_of_different_shapes_is_an_error(backend):
+    for error, total in run(backend, NUM_WORKERS, in_worker_transposed):
+        assert "(2, 3)" in error and "(3, 2)" in error
+        np.testing.assert_array_equal(total, [2, 2])

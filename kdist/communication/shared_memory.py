@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from kdist.communication import interrupts
-from kdist.errors import KdistError, WorkerMismatchError
+from kdist.errors import KdistError, different_arrays
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -190,13 +190,11 @@ class SharedMemory:
         for worker, waiting in self._forms.items():
             forms[worker] = waiting.popleft()
         if {*forms.values()} != {form}:
-            raise WorkerMismatchError(
-                "The workers sum arrays of different shapes or dtypes.",
-                received={
+            raise different_arrays(
+                {
                     f"worker {worker}": f"{size} bytes of {_DTYPES[dtype]} {shapes.decode()}".rstrip()
                     for worker, (size, dtype, shapes) in sorted(forms.items())
-                },
-                hint="Call all_reduce with the same shape and dtype on all workers, in the same order.",
+                }
             )
 
     def close(self) -> None:

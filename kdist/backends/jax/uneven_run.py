@@ -18,7 +18,7 @@ import keras
 import numpy as np
 
 from kdist import keras_hooks
-from kdist.arrays.gathering import gather_rows
+from kdist.arrays.gathering import decode, encode, gather_rows
 from kdist.arrays.structures import joined
 from kdist.backends.jax.components import has_components
 from kdist.backends.jax.core import JaxCore
@@ -28,7 +28,7 @@ from kdist.backends.jax.scopes import JaxScope, Values
 from kdist.backends.jax.storage import is_divided, whole_of
 from kdist.backends.messages import gather
 from kdist.backends.threads import Baton, ReplicaThreads
-from kdist.errors import StrategyScopeError
+from kdist.errors import StrategyScopeError, different_arrays
 from kdist.values import component
 
 if TYPE_CHECKING:
@@ -170,8 +170,17 @@ class HostCollectives:
     def _sum_over_workers(self, totals: list[np.ndarray]) -> list[np.ndarray]:
         if self._runtime.num_workers == 1:
             return totals
-        everyone = [gather_rows(self._runtime.group, [total[None]]) for total in totals]
-        return [rows.sum(0, dtype=rows.dtype) for rows in everyone]
+        return [self._sum_of_workers(total) for total in totals]
+
+    def _sum_of_workers(self, array: np.ndarray) -> np.ndarray:
+        group = self._runtime.group
+        arrays = [decode(data) for data in group.all_gather_bytes(encode(array))]
+        forms: dict[str, object] = {
+            f"worker {i}": f"{other.dtype} {other.shape}" for i, other in enumerate(arrays)
+        }
+        if len({*map(str, forms.values())}) > 1:
+            raise different_arrays(forms)
+        return np.stack(arrays).sum(0, dtype=array.dtype)
 
 
 def _on_host(tensor: jax.Array) -> np.ndarray:

@@ -98,9 +98,9 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         """Starts `all_reduce`; a worker can start several of them before it waits."""
         with self._explained("all_reduce"):
             memory = None if group is not None else self.memory
-            array = None if memory is None else flat_array(tensor)
             works: list[dist.Work | Sum] = []
-            if memory is not None and array is not None and memory.can_sum(array.dtype):
+            array = None if memory is None else flat_array(tensor)
+            if memory and array is not None and memory.can_sum(array.dtype):
                 pieces, shapes = memory.pieces_of(array), str(tuple(tensor.shape))
                 works = [memory.start([piece], None, shapes) for piece in pieces]
             works = works or [dist.all_reduce(tensor, group=group or self._group(tensor), async_op=True)]
