@@ -53,7 +53,7 @@ def _sent() -> Iterator[list[tuple[str, int]]]:
 
             stack.enter_context(mock.patch.object(owner, name, noted))
 
-        def see_arrays(memory: Any, arrays: Any, results: Any = None) -> None:
+        def see_arrays(memory: Any, arrays: Any, *_: Any) -> None:
             for array in arrays:
                 note(array.dtype.name, array.size)
 
@@ -75,11 +75,11 @@ def _sent() -> Iterator[list[tuple[str, int]]]:
 
             def run_and_note(self: Any, data: Any, is_loop: bool) -> Any:
                 state = (np.int32(0), self._state, [])
-                if self._runtime.memory is None and not found:
+                if self.runtime.memory is None and not found:
                     # XLA may choose a different dtype than the program, so this reads the compiled program.
                     text = self._compiled(True, is_loop).lower(state, data).compile().as_text()
                     for dtype, size in re.findall(r"= (\w+)\[(\d*)\]\S* all-(?:reduce|gather)\(", text):
-                        name = {"u16": self._runtime.compression, "f32": "float32"}.get(dtype, dtype)
+                        name = {"u16": self.runtime.compression, "f32": "float32"}.get(dtype, dtype)
                         found.append((name, int(size or 1)))
                 return run_fused(self, data, is_loop)
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import keras
 
 from kdist import keras_hooks
-from kdist.backends.contract import Runtime
+from kdist.backends.contract import Runtime, StepFunction
 
 if TYPE_CHECKING:
     from kdist.arrays.types import Tensor, TensorT
 
-
+KeptT = TypeVar("KeptT", bound="KeptGradients")
 _LOST = (
     "The gradients of the last batches, which the optimizer has not applied yet, are lost. "
     "Restore a checkpoint if you continue to train the model."
@@ -106,3 +107,36 @@ class KeptInReplicas(KeptGradients):
     @abstractmethod
     def clear(self, local_index: int, positions: Sequence[int]) -> None:
         """Sets sums of a local replica to zero."""
+
+
+class KeepingSteps(StepFunction, Generic[KeptT]):
+    """Steps that keep gradients between two calls of `keep_gradients`."""
+
+    def __init__(self, runtime: Runtime, model: keras.Model, kind: str) -> None:
+        self.runtime = runtime
+        self._model = weakref.ref(model)  # a weak reference, because the model owns this object
+        self.kind = kind
+        self.kept: KeptT | None = None
+        self.keeps = False
+        self.can_keep = True
+
+    @property
+    def model(self) -> keras.Model:
+        """The model."""
+        return self._model()
+
+    def keep_gradients(self, keeps: bool) -> None:
+        """Adds kept gradients to the optimizer. With `keeps`, steps keep gradients until the next call."""
+        model = self.model
+        if self.kept is not None:
+            self.kept.add_to_optimizer()
+            if not self.kept.belongs_to(model):
+                self.kept = None
+        self.keeps = keeps and self.can_keep and may_keep(self.runtime, model)
+        if self.keeps:
+            self.kept = self.kept or self.new_kept()
+            self.kept.start()
+
+    @abstractmethod
+    def new_kept(self) -> KeptT:
+        """Returns an object in which the replicas keep gradients."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -12,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from kdist.arrays.splitting import have_all_rows
-from kdist.backends.contract import ReplicaBatches, Runtime, StepFunction
-from kdist.backends.kept_gradients import KeptInReplicas, may_keep
+from kdist.backends.contract import ReplicaBatches
+from kdist.backends.kept_gradients import KeepingSteps, KeptInReplicas
 from kdist.backends.replica import Replica
 from kdist.context import current_replica
 from kdist.errors import InvalidArgumentError
@@ -22,23 +21,11 @@ if TYPE_CHECKING:
     from kdist.arrays.types import Structure, Tensor
 
 
-class ReplicatedSteps(StepFunction):
+class ReplicatedSteps(KeepingSteps[KeptInReplicas]):
     """Runs a step of Keras or of the user in each local replica, on its rows of a global batch.
 
     The base class for backends that run replicas one by one.
     """
-
-    def __init__(self, runtime: Runtime, model: keras.Model, kind: str) -> None:
-        self.runtime = runtime
-        self._model = weakref.ref(model)  # a weak reference, because the model owns this object
-        self.kind = kind
-        self.kept: KeptInReplicas | None = None
-        self.keeps = False
-
-    @property
-    def model(self) -> keras.Model:
-        """The model."""
-        return self._model()
 
     def __exit__(self, kind: type[BaseException] | None = None, *exc: Any) -> None:
         if kind is not None and self.kept is not None:
@@ -55,23 +42,6 @@ class ReplicatedSteps(StepFunction):
                 self.kept.next_batch()
             logs = self.run(batch)[0]
         return logs
-
-    def keep_gradients(self, keeps: bool) -> None:
-        """Adds kept gradients to the optimizer. With `keeps`, the replicas keep gradients until the next call."""
-        model = self.model
-        if self.kept is not None:
-            self.kept.add_to_optimizer()
-            if not self.kept.belongs_to(model):
-                self.kept = None
-        self.keeps = keeps and may_keep(self.runtime, model)
-        if self.keeps:
-            if self.kept is None:
-                self.kept = self.new_kept()
-            self.kept.start()
-
-    @abstractmethod
-    def new_kept(self) -> KeptInReplicas:
-        """Returns an object in which the replicas keep gradients."""
 
     @abstractmethod
     def run(self, batch: ReplicaBatches) -> Sequence[Structure]:

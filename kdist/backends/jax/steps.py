@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -22,13 +21,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from kdist import keras_hooks, tracing
 from kdist.arrays.gathering import gather_rows
 from kdist.arrays.splitting import have_all_rows
-from kdist.backends.contract import ReplicaBatches, StepFunction
+from kdist.backends.contract import ReplicaBatches
 from kdist.backends.jax import moments
 from kdist.backends.jax.core import JaxCore
 from kdist.backends.jax.fused_sums import GRADIENT, over_rows
 from kdist.backends.jax.kept_gradients import CannotKeep, Kept, KeptOnDevices
 from kdist.backends.jax.storage import divided, is_divided, stored
-from kdist.backends.kept_gradients import may_keep
+from kdist.backends.kept_gradients import KeepingSteps
 from kdist.cluster import logs
 from kdist.communication.options import hint_ignored
 
@@ -45,7 +44,7 @@ _STATE = {
 }
 
 
-class JaxSteps(StepFunction):
+class JaxSteps(KeepingSteps[KeptOnDevices]):
     """Runs `train_step`, `test_step` or `predict_step` of a model on global batches.
 
     Between steps, the state is here, and `sync` writes it to the variables. Until then, variables that are
@@ -60,10 +59,10 @@ class JaxSteps(StepFunction):
     The model is held by a weak reference, because a table of models contains the step functions.
     """
 
+    runtime: JaxCore
+
     def __init__(self, runtime: JaxCore, model: keras.Model, kind: str) -> None:
-        self._model: Callable[[], keras.Model] = weakref.ref(model)
-        self._runtime = runtime
-        self._kind = kind
+        super().__init__(runtime, model, kind)
         self._state: Any = None
         self._eager = bool(model.run_eagerly) or not model.jit_compile
         self._step = _stateless_step(self._model, kind)
@@ -71,9 +70,7 @@ class JaxSteps(StepFunction):
         self._is_slow_loop: bool | None = None
         can_fuse = runtime.fuses_sums if runtime.compression is None else runtime.can_fuse
         self._can_fuse = can_fuse and kind != "predict"
-        self._kept: KeptOnDevices | None = None
-        self._keeps = False
-        self._may_keep = runtime.can_fuse and not self._eager and kind == "train"
+        self.can_keep = runtime.can_fuse and not self._eager and kind == "train"
         if self._eager:
             self._note_uncompressed("of uncompiled steps", "every worker computes the whole batch.")
         elif not self._can_fuse:
@@ -81,8 +78,8 @@ class JaxSteps(StepFunction):
 
     def __enter__(self) -> JaxSteps:
         """Syncs the state of other steps of the model, for example of a `fit` whose callback evaluates."""
-        self._model().jax_state_sync()
-        self._working = self._runtime.group.working()
+        self.model.jax_state_sync()
+        self._working = self.runtime.group.working()
         self._working.__enter__()
         return self
 
@@ -90,8 +87,8 @@ class JaxSteps(StepFunction):
         """Writes the state to the variables; after an error, the last state that was computed."""
         if kind is not None:
             self._forget_failed()
-            if self._kept is not None:
-                self._kept.drop(exc[0])
+            if self.kept is not None:
+                self.kept.drop(exc[0])
             if self._has_lost_divided():
                 exc[0].add_note(
                     "The step reused the memory of the model's sharded variables, so their values are lost. "
@@ -105,7 +102,7 @@ class JaxSteps(StepFunction):
         if self._can_loop(batches):
             return self._run(*batches)
         outputs = [self._run(batch) for batch in batches]
-        if self._kind != "predict":
+        if self.kind != "predict":
             return outputs[-1]
         if len(outputs) == 1:
             return outputs[0]
@@ -113,11 +110,7 @@ class JaxSteps(StepFunction):
 
     def _can_loop(self, batches: Sequence[ReplicaBatches]) -> bool:
         """Returns whether one program can run all these steps: all workers must come to the same conclusion."""
-        if (
-            self._eager
-            or self._kind == "predict"
-            or not 1 < len(batches) == self._model().steps_per_execution
-        ):
+        if self._eager or self.kind == "predict" or not 1 < len(batches) == self.model.steps_per_execution:
             return False
         leaves, structures = zip(*(jax.tree.flatten(batch.parts) for batch in batches), strict=True)
         if not all(isinstance(leaf, (np.ndarray, jax.Array)) for of_batch in leaves for leaf in of_batch):
@@ -133,46 +126,43 @@ class JaxSteps(StepFunction):
 
         XLA computes gradients of convolutions on CPUs ten times as slowly in a loop.
         """
-        if self._is_slow_loop is None and self._runtime.local_devices[0].platform == "cpu":
+        if self._is_slow_loop is None and self.runtime.local_devices[0].platform == "cpu":
             state = self._read() if self._state is None else self._state
-            program = jax.make_jaxpr(self._traced)(state, self._runtime.join_parts(batch))
+            program = jax.make_jaxpr(self._traced)(state, self.runtime.join_parts(batch))
             self._is_slow_loop = "conv_general_dilated" in str(program)
         return bool(self._is_slow_loop)
 
     def keep_gradients(self, keeps: bool) -> None:
-        """Adds kept gradients to the optimizer. With `keeps`, the devices keep gradients until the next call."""
-        model = self._model()
-        if self._kept is not None:
+        """Also writes the state to the variables first, because the gradients are added to some of them."""
+        if self.kept is not None:
             self.sync()
-            self._kept.add_to_optimizer()
-            if not self._kept.belongs_to(model):
-                self._kept = None
-        self._keeps = keeps and self._may_keep and may_keep(self._runtime, model)
-        if self._keeps:
-            self._kept = self._kept or KeptOnDevices(self._runtime, model)
-            self._kept.start()
+        super().keep_gradients(keeps)
+
+    def new_kept(self) -> KeptOnDevices:
+        """Returns an object in which the devices keep gradients."""
+        return KeptOnDevices(self.runtime, self.model)
 
     def _run(self, *batches: ReplicaBatches) -> Structure:
         """Runs one step, or several steps as one program."""
-        fuses = self._can_fuse or self._keeps
+        fuses = self._can_fuse or self.keeps
         has_all_rows = fuses and any(have_all_rows(batch.split) for batch in batches)
-        if self._keeps and (has_all_rows or len(batches) > 1):
+        if self.keeps and (has_all_rows or len(batches) > 1):
             self.keep_gradients(False)
         if self._state is None:
             # Read the variables again, because a callback may have changed them since the last sync.
             self._state = self._read()
-            keras_hooks.show_state(self._model(), self.sync)
+            keras_hooks.show_state(self.model, self.sync)
         if self._eager:
             (batch,) = batches
             data = batch.parts[0]
             if not have_all_rows(batch.split):
-                data = gather_rows(self._runtime.group, batch.parts)
-            outputs, self._state = self._step(self._state, self._runtime.place_eagerly(data))
-            return self._runtime.show_eager(outputs)
+                data = gather_rows(self.runtime.group, batch.parts)
+            outputs, self._state = self._step(self._state, self.runtime.place_eagerly(data))
+            return self.runtime.show_eager(outputs)
         is_loop = len(batches) > 1
-        data = _stacked(self._runtime, batches) if is_loop else self._runtime.join_parts(batches[0])
+        data = _stacked(self.runtime, batches) if is_loop else self.runtime.join_parts(batches[0])
         try:
-            if self._keeps or (self._can_fuse and not has_all_rows):
+            if self.keeps or (self._can_fuse and not has_all_rows):
                 outputs = self._run_fused(data, is_loop)
             else:
                 if self._can_fuse:
@@ -182,22 +172,22 @@ class JaxSteps(StepFunction):
                 outputs, self._state = self._compiled(False, is_loop)(self._state, data)
         except CannotKeep as reason:
             logs.logger.info("kdist sends the gradients of each batch, because the step has %s.", reason)
-            self._may_keep = False
+            self.can_keep = False
             self.keep_gradients(False)
             return self._run(*batches)
         except BaseException:
             self._forget_failed()
             raise
-        self._runtime.throttle((outputs, self._state))
-        if self._runtime.is_central:
+        self.runtime.throttle((outputs, self._state))
+        if self.runtime.is_central:
             self.sync()  # moves the state back to the central device
         self._show_divided()
-        return self._runtime.show(outputs)
+        return self.runtime.show(outputs)
 
     def _run_fused(self, data: Structure, is_loop: bool) -> Structure:
-        memory, kept = self._runtime.memory, self._kept if self._keeps else None
+        memory, kept = self.runtime.memory, self.kept if self.keeps else None
         if memory is not None and memory.turn is None:
-            memory.turn = self._runtime.place_state(np.int32(0))
+            memory.turn = self.runtime.place_state(np.int32(0))
         turn = np.int32(0) if memory is None else memory.turn
         arrays: list[jax.Array] = []
         if kept is not None:
@@ -216,12 +206,12 @@ class JaxSteps(StepFunction):
         state, self._state = self._state, None
         if state is None:
             return
-        keras_hooks.hide_state(self._model())
+        keras_hooks.hide_state(self.model)
         # If an execution has failed, raise its error here, rather than where its values are used.
         with tracing.span("until ready", "step"):
             jax.block_until_ready(state)
-        for variables, values in zip(_state_variables(self._model(), self._kind), state, strict=True):
-            shown = values if self._eager else self._runtime.show_variables(variables, values)
+        for variables, values in zip(_state_variables(self.model, self.kind), state, strict=True):
+            shown = values if self._eager else self.runtime.show_variables(variables, values)
             for variable, value in zip(variables, shown, strict=True):
                 if is_divided(variable) and not self._eager:
                     keras_hooks.set_native_value(variable, value)
@@ -229,10 +219,10 @@ class JaxSteps(StepFunction):
                     variable.assign(value)
 
     def _read(self) -> tuple[list[jax.Array], ...]:
-        groups = _state_variables(self._model(), self._kind)
+        groups = _state_variables(self.model, self.kind)
         if self._eager:
             return tuple([variable.value for variable in variables] for variables in groups)
-        return tuple(self._runtime.place_variables(variables) for variables in groups)
+        return tuple(self.runtime.place_variables(variables) for variables in groups)
 
     def _compile(self) -> Callable[..., Callable[..., tuple[Structure, Any]]]:
         """Returns a function that returns the compiled step, with fused sums or as XLA divides it.
@@ -241,7 +231,7 @@ class JaxSteps(StepFunction):
 
         The step leaves each variable in its layout. A loop of steps takes several batches as one array.
         """
-        runtime, traced = self._runtime, self._traced
+        runtime, traced = self.runtime, self._traced
 
         def looped(is_loop: bool, state: _State, data: Structure) -> tuple[Structure, _State]:
             if not is_loop:
@@ -270,7 +260,7 @@ class JaxSteps(StepFunction):
                 if kept is not None:
                     raise CannotKeep(str(reason)) from reason
                 message = "kdist leaves the sums of the %s steps of this model to XLA: %s."
-                logs.logger.info(message, self._kind, reason)
+                logs.logger.info(message, self.kind, reason)
                 self._note_uncompressed("of a step of fit", f"XLA sums the gradients ({reason}).")
                 outputs, state = looped(is_loop, state, data)
                 return outputs, (turn, state, [])
@@ -280,11 +270,11 @@ class JaxSteps(StepFunction):
             is_fused: bool, is_loop: bool, is_due: bool | None = None
         ) -> Callable[..., tuple[Structure, Any]]:
             # The first call is a step, so that the model has all its variables.
-            groups = _state_variables(self._model(), self._kind)
+            groups = _state_variables(self.model, self.kind)
             carry: Any = tuple(runtime.shardings(variables) or runtime.replicated for variables in groups)
             program: Any = functools.partial(looped, is_loop)
             if is_fused:
-                rows = [] if is_due is None or self._kept is None else self._kept.sharding
+                rows = [] if is_due is None or self.kept is None else self.kept.sharding
                 carry, program = (runtime.replicated, carry, rows), functools.partial(fused, is_loop, is_due)
             program.__name__ = program.func.__name__  # of the program in profiles
             return jax.jit(program, donate_argnums=0, out_shardings=(runtime.replicated, carry))
@@ -293,7 +283,7 @@ class JaxSteps(StepFunction):
 
     def _traced(self, state: _State, data: Structure, is_marked: bool = False) -> tuple[Structure, _State]:
         """Runs the step on a global batch while JAX traces it."""
-        runtime, groups = self._runtime, _state_variables(self._model(), self._kind)
+        runtime, groups = self.runtime, _state_variables(self.model, self.kind)
         layouts = contextlib.nullcontext() if runtime.storage is None else runtime.storage.outputs()
         marked: Any = contextlib.nullcontext()
         if is_marked or runtime.compression is not None:
@@ -304,19 +294,19 @@ class JaxSteps(StepFunction):
         return outputs, tuple(list(map(stored, *pair)) for pair in zip(groups, state, strict=True))
 
     def _note_uncompressed(self, what: str, why: str) -> None:
-        compression = self._runtime.compression
-        if compression is not None and self._kind == "train":
-            hint_ignored(f"compression={compression!r} {what}", why, self._runtime.worker_index)
+        compression = self.runtime.compression
+        if compression is not None and self.kind == "train":
+            hint_ignored(f"compression={compression!r} {what}", why, self.runtime.worker_index)
 
     def _has_lost_divided(self) -> bool:
-        variables = [v for group in _state_variables(self._model(), self._kind) for v in group]
+        variables = [v for group in _state_variables(self.model, self.kind) for v in group]
         return any(is_divided(v) and keras_hooks.native_value(v).is_deleted() for v in variables)
 
     def _show_divided(self) -> None:
         """Sets sharded variables to their new values, because the step has reused the old memory."""
-        if self._runtime.storage is None:
+        if self.runtime.storage is None:
             return
-        for variables, values in zip(_state_variables(self._model(), self._kind), self._state, strict=True):
+        for variables, values in zip(_state_variables(self.model, self.kind), self._state, strict=True):
             for variable, value in zip(variables, values, strict=True):
                 if is_divided(variable):
                     keras_hooks.set_native_value(variable, value)
@@ -329,10 +319,10 @@ class JaxSteps(StepFunction):
         try:
             jax.block_until_ready(self._state)  # an execution can fail after its dispatch
         except (RuntimeError, ValueError):  # deleted, or a backend error
-            keras_hooks.hide_state(self._model())
+            keras_hooks.hide_state(self.model)
             self._state = None
-            if self._runtime.memory is not None:
-                self._runtime.memory.turn = None
+            if self.runtime.memory is not None:
+                self.runtime.memory.turn = None
 
 
 def _state_variables(model: keras.Model, kind: str) -> list[Sequence[keras.Variable]]:

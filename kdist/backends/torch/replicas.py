@@ -57,6 +57,11 @@ class TorchReplica(Replica):
         self.copies, self.recording = copies, recording
         self._shares, self._baton, self._workers = shares, baton, workers
 
+    @property
+    def has_neighbors(self) -> bool:
+        """Whether this process has several replicas."""
+        return len(self._shares) > self._workers.num_workers
+
     def scalar(self, number: Scalar, dtype: object) -> torch.Tensor:
         """Creates a number as a tensor on the device, because a copy would wait for the GPU's work."""
         dtype = getattr(torch, keras.backend.standardize_dtype(dtype))
@@ -233,7 +238,7 @@ class _SumWithGradient(torch.autograd.Function):
         ctx.replica = replica
         (total,) = replica.all_reduce_sum([tensor])
         # Not shared with the other replicas, because autograd changes the tensor that a function returns.
-        return total.clone() if len(replica.strategy.runtime.devices) > 1 else total
+        return total.clone() if replica.has_neighbors else total
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -101,8 +101,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
             works: list[dist.Work | Sum] = []
             array = None if memory is None else flat_array(tensor)
             if memory and array is not None and memory.can_sum(array.dtype):
-                pieces, shapes = memory.pieces_of(array), str(tuple(tensor.shape))
-                works = [memory.start([piece], None, shapes) for piece in pieces]
+                works += [memory.start([a], None, f"{(*tensor.shape,)}") for a in memory.pieces_of(array)]
             works = works or [dist.all_reduce(tensor, group=group or self._group(tensor), async_op=True)]
 
         def finish() -> None:
