@@ -17,7 +17,7 @@ class SumsOfGraphs:
     """Sums tensors of the workers in shared memory, in graphs and outside of them.
 
     All workers must sum in the same order. TensorFlow does not order branches, loops and functions unless they write
-    to one variable. The native collectives use the variable `_ordering_token` for this, so these sums use it, too.
+    to one variable. The native collectives use the variable `_ordering_token` for this, and so do these sums.
 
     Args:
         memory: The shared memory of the workers.

@@ -16,7 +16,7 @@ SIZE = 700
 
 
 def sums_in_a_graph(is_unequal: bool = False) -> list[Any]:
-    """Returns the results of collectives that only the order of the program orders, in a branch and a loop, too."""
+    """Returns the results of collectives that only the program orders, also in a branch and a loop."""
     import tensorflow as tf
 
     strategy = kdist.MultiWorkerMirroredStrategy()
