@@ -24,12 +24,16 @@ def sums_in_a_graph(is_unequal: bool = False) -> list[Any]:
     # TensorFlow orders functions of Python by itself, but not branches and loops that read variables.
     ones, also_ones = tf.Variable(tf.ones(7)), tf.Variable(tf.ones(8))
 
-    def delayed(value: Any, worker: int) -> Any:
+    def delayed(value: Any, worker: Any) -> Any:
         """Returns a value that one of the workers computes late."""
-        matrix = tf.random.normal([SIZE if index == worker else 2] * 2)
-        for _ in range(6):
-            matrix = tf.tanh(matrix @ matrix)
-        return value + 0.0 * matrix[0, 0]
+
+        def late() -> Any:
+            matrix = tf.random.normal([SIZE, SIZE])
+            for _ in range(6):
+                matrix = tf.tanh(matrix @ matrix)
+            return value + 0.0 * matrix[0, 0]
+
+        return tf.cond(tf.equal(worker, index), late, lambda: tf.identity(value))
 
     def step(x: Any) -> list[Any]:
         context = kdist.get_replica_context()
@@ -43,11 +47,11 @@ def sums_in_a_graph(is_unequal: bool = False) -> list[Any]:
         found.append(total(delayed(x * tf.ones(6), 1)))
         found.append(total(tf.constant([2**40, index], tf.int64)))
         found.append(tf.cond(x > 0.0, lambda: total(delayed(x * ones, 0)), lambda: tf.zeros(7)))
-        found += tf.while_loop(
-            lambda i, _: i < 3,
-            lambda i, repeated: (i + 1, repeated + total(delayed(x * also_ones, 1))),
-            (0, tf.zeros(8)),
-        )[1:]
+
+        def body(i: Any, repeated: Any) -> Any:
+            return i + 1, repeated * 10 + total(delayed(x * also_ones * tf.cast(i + 1, tf.float32), i % 2))
+
+        found += tf.while_loop(lambda i, _: i < 4, body, (0, tf.zeros(8)))[1:]
         found.append(total(delayed(x * tf.ones(9), 0)))
         return found
 
@@ -69,7 +73,7 @@ def test_collectives_of_a_graph_run_in_the_order_of_the_program() -> None:
     nine = [np.full(size, 9.0) for size in (3, 4)]
     gathered = np.array([[3.0, 3.0], [6.0, 6.0]])
     expected = [*nine, gathered, np.full(6, 9.0), np.array([2**41, 1])]
-    expected += [np.full(7, 9.0), np.full(8, 27.0), np.full(9, 9.0)]
+    expected += [np.full(7, 9.0), np.full(8, 11106.0), np.full(9, 9.0)]
     for found in run("tensorflow", 2, sums_in_a_graph):
         for value, wanted in zip(found, expected, strict=True):
             np.testing.assert_array_equal(value, wanted)
