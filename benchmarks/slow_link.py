@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import over_loops
 
 MODEL = "wide"
-ROWS = (128, 1024)
-STEPS = {128: 20, 1024: 6}
+ROWS = (128, 1024, 4096)
+STEPS = {128: 20}  # of other batch sizes: 6
 NETWORK = "10.78.0"
 PORT = 29617
 
@@ -41,17 +41,33 @@ def ip(*arguments: str, program: str = "ip") -> None:
 
 
 @contextlib.contextmanager
-def hosts(megabits: int) -> Iterator[list[str]]:
-    """Creates two namespaces that a link connects; yields their names."""
-    names = [f"kdist-bench-{i}" for i in (0, 1)]
-    links = [f"kdbench{i}" for i in (0, 1)]
+def hosts(megabits: int, count: int = 2) -> Iterator[list[str]]:
+    """Creates namespaces that links and a switch connect; yields their names."""
+    switch = "kdist-bench-switch"
+    names = [f"kdist-bench-{i}" for i in range(count)]
+    links = [f"kdbench{i}" for i in range(count)]
     with contextlib.ExitStack() as cleanup:
-        for name in names:
+        for name in (switch, *names):
             ip("netns", "add", name)
-            cleanup.callback(ip, "netns", "del", name)  # also deletes the link
-        ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
+            cleanup.callback(ip, "netns", "del", name)  # also deletes the links
+        ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        ip("-n", switch, "link", "set", "bridge", "up")
         for number, (name, link) in enumerate(zip(names, links, strict=True), start=1):
-            ip("link", "set", link, "netns", name)
+            ip(
+                "link",
+                "add",
+                link,
+                "netns",
+                name,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                f"to{number}",
+                "netns",
+                switch,
+            )
+            ip("-n", switch, "link", "set", f"to{number}", "master", "bridge", "up")
             ip("-n", name, "addr", "add", f"{NETWORK}.{number}/24", "dev", link)
             for device in (link, "lo"):
                 ip("-n", name, "link", "set", device, "up")
@@ -62,8 +78,8 @@ def hosts(megabits: int) -> Iterator[list[str]]:
 
 def maker_of(kind: str) -> Callable[[str], Callable[[], Any]]:
     """Returns the function that prepares a contender in a worker."""
-    if kind == "all_reduce":
-        return all_reduces
+    if kind.startswith("all_reduce"):
+        return lambda name: all_reduces(1 if "one number" in kind else numbers())
     if kind.startswith("ddp"):
         return lambda name: over_loops.with_torch(name, "alone" if "alone" in kind else "ddp")
     import keras
@@ -71,39 +87,46 @@ def maker_of(kind: str) -> Callable[[str], Callable[[], Any]]:
     import kdist
 
     if "alone" in kind:
-        return lambda name: over_loops.with_fit(name, kdist.OneDeviceStrategy("cpu:0"), keras, num_parts=2)
+        return lambda name: over_loops.with_fit(
+            name, kdist.OneDeviceStrategy("cpu:0"), keras, num_parts=int(os.environ["WORLD_SIZE"])
+        )
     return lambda name: over_loops.with_fit(name, kdist.MultiWorkerMirroredStrategy(), keras)
 
 
-def all_reduces(name: str) -> Callable[[], Any]:
+def numbers() -> int:
+    """Returns the number of weights of the model."""
+    return sum((a + 1) * b for a, b in itertools.pairwise(over_loops.WIDTHS[MODEL]))
+
+
+def all_reduces(size: int) -> Callable[[], Any]:
     import torch
 
     torch.distributed.init_process_group("gloo")
-    widths = over_loops.WIDTHS[name]
-    flat = torch.ones(sum((a + 1) * b for a, b in itertools.pairwise(widths)))
+    flat = torch.ones(size)
 
     def epoch() -> None:
-        for _ in range(over_loops.STEPS[name]):
+        for _ in range(over_loops.STEPS[MODEL]):
             torch.distributed.all_reduce(flat)
 
     return epoch
 
 
 def run_worker(kind: str, rows: int) -> None:
-    over_loops.ROWS, over_loops.STEPS[MODEL] = rows, STEPS[rows]
+    over_loops.ROWS, over_loops.STEPS[MODEL] = rows, STEPS.get(rows, 6)
     print("milliseconds", over_loops.milliseconds(maker_of(kind)(MODEL), MODEL))
-    if kind in ("ddp", "all_reduce"):
+    if kind == "ddp" or kind.startswith("all_reduce"):
         import torch
 
         torch.distributed.destroy_process_group()  # gloo's threads can abort the process when it ends
 
 
 def run_job(names: list[str], backend: str, kind: str, rows: int) -> float:
-    """Returns the milliseconds per step of a job with a worker on each host."""
+    """Returns the milliseconds per step of a job with a worker on each host; `rows` are in a global batch."""
     one_thread = {"OMP_NUM_THREADS": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
     one_thread |= {"TF_NUM_INTEROP_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1"}
-    alike = {"MASTER_ADDR": f"{NETWORK}.1", "MASTER_PORT": str(PORT), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    alike |= {"LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2", "KERAS_BACKEND": backend}
+    alike = {"MASTER_ADDR": f"{NETWORK}.1", "MASTER_PORT": str(PORT), "LOCAL_RANK": "0"}
+    alike |= dict.fromkeys(("WORLD_SIZE", "GROUP_WORLD_SIZE"), str(len(names)))
+    alike |= {"LOCAL_WORLD_SIZE": "1", "KERAS_BACKEND": backend}
     jobs = [
         subprocess.Popen(
             ["ip", "netns", "exec", name, sys.executable, __file__, "worker", kind, str(rows)],
