@@ -19,9 +19,6 @@ import statistics
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-import slow_link
-
 ROWS_PER_WORKER = 512
 KINDS = ("kdist", "kdist alone", "all_reduce", "all_reduce of one number")
 
@@ -42,6 +39,8 @@ def step_ms(compute_ms: float, exchange: float, hidden: float) -> float:
 
 def measured(megabits: int, workers: int, rounds: int) -> dict[str, float]:
     """Returns the median of the milliseconds of each kind of step."""
+    import slow_link
+
     with slow_link.hosts(megabits, workers) as names:
         times = [
             {kind: slow_link.run_job(names, "torch", kind, ROWS_PER_WORKER * workers) for kind in KINDS}
@@ -52,6 +51,9 @@ def measured(megabits: int, workers: int, rounds: int) -> dict[str, float]:
 
 def check(rounds: int) -> None:
     """Prints predicted and measured steps."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    import slow_link
+
     parts = measured(1000, 2, rounds)
     latency_us = parts["all_reduce of one number"] * 1e3 / 2
     megabytes = slow_link.numbers() * 4 / 1e6

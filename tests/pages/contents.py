@@ -36,6 +36,7 @@ PAGES: dict[str, Callable[[], str | bytes]] = {
     "docs/batch.svg": pictures.batch,
     "docs/holders.svg": pictures.holders,
     "docs/choice.svg": pictures.choice,
+    "docs/scaling.svg": pictures.scaling,
     "docs/resume.png": _resume,
     "docs/contribute/a-backend.md": backend.write,
     "docs/reference/benchmarks.md": benchmarks.write,

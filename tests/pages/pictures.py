@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+
+from tests.helpers.layers import ROOT
 from tests.pages.drawing import Drawing
 
 
@@ -231,4 +234,31 @@ def choice() -> str:
     sheet.box(20, y, 310, 56, "replica0")
     sheet.text(175, y + 24, "MultiWorkerMirroredStrategy", "bold")
     sheet.text(175, y + 43, "one worker, or many: kdist run, Slurm, …", "small")
+    return sheet.svg()
+
+
+def scaling() -> str:
+    """Draws the efficiency for 1 to 4,096 workers over three links, by benchmarks/step_model.py."""
+    path = ROOT / "benchmarks" / "step_model.py"
+    spec = importlib.util.spec_from_file_location("step_model", path)
+    assert spec is not None and spec.loader is not None
+    model = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(model)
+    sheet = Drawing(680, 330, "The efficiency by the number of workers, over links of 1, 10 and 100 Gbit/s")
+    left, top, width, height = 60, 20, 480, 260
+    sheet.box(left, top, width, height)
+    for percent in (0, 25, 50, 75, 100):
+        y = top + height * (1 - percent / 100)
+        sheet.text(left - 10, y + 5, f"{percent} %", "small", "end")
+    counts = [4**power for power in range(7)]
+    for power, workers in enumerate(counts):
+        sheet.text(left + width * power / 6, top + height + 20, f"{workers:,}", "small")
+    sheet.text(left + width / 2, top + height + 42, "workers", "soft")
+    for gbit_per_s in (100, 10, 1):
+        points = []
+        for power, workers in enumerate(counts):
+            step = model.step_ms(150, model.exchange_ms(workers, 102, gbit_per_s, 30), 0.6)
+            points.append((left + width * power / 6, top + height * (1 - 150 / step)))
+        sheet.arrow(*points, head=False)
+        sheet.text(left + width + 10, points[-1][1] + 5, f"{gbit_per_s} Gbit/s", "small", "start")
     return sheet.svg()
