@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import socket
 import sys
@@ -44,6 +45,9 @@ _HUNG = "it hung"
 # Seconds for which a hung chief serves the others, so that they can read its message.
 _LAST_WORDS = 1.5
 _LOST_ANOTHER = "it lost another worker"
+# The error of a sum in shared memory. A worker that ends sends its last message before or soon after it closes.
+_CLOSED = re.compile(r"worker (\d+) closed the connection")
+_LAST_MESSAGE = 0.3
 
 _CHandler = ctypes.CFUNCTYPE(None, ctypes.c_int)
 _kept: list[object] = []  # C code calls or owns these until the process ends
@@ -138,11 +142,14 @@ class Watch:
         threading.Thread(
             target=self._ask, args=(ended, deadline), name="kdist watch: ask", daemon=True
         ).start()
+        closed = _CLOSED.search(str(error))
         while not (self._lost or ended) and time.monotonic() < deadline:
             if not self._chief_answers():
                 self._note(0, stalls.DIED)
             with self._changed:
                 self._changed.wait(0.1)
+            if closed and time.monotonic() > deadline - self._timeout * _NAMING + _LAST_MESSAGE:
+                self._note_left(int(closed[1]))
         culprits = dict(self._lost) or ended
         if not culprits:
             return error
@@ -175,10 +182,10 @@ class Watch:
                 time.sleep(0.2)  # its sockets close one after the other
                 continue
             for index in set(self._others) - set(live) - self._gone:
-                said = self._said(index)
-                if said is None or said.startswith((_FAILED, _HUNG)):
-                    self._note(index, said or stalls.DIED)
-                elif said != _LOST_ANOTHER:  # otherwise the worker that it lost is detected soon
+                said = self._note_left(index)
+                if (
+                    said is not None and said != _LOST_ANOTHER
+                ):  # else the worker that it lost is detected soon
                     ended[index] = said
                 self._gone.add(index)
             # A chief that has ended stays alive, because other workers need its service.
@@ -189,6 +196,14 @@ class Watch:
                     return
             self._note_unanswered(ended)
             time.sleep(pause)
+
+    def _note_left(self, index: int) -> str | None:
+        """Notes a worker that has left as lost unless its last message has another reason, which this returns."""
+        said = self._said(index)
+        if said is None or said.startswith((_FAILED, _HUNG)):
+            self._note(index, said or stalls.DIED)
+            return None
+        return said
 
     def _note_unanswered(self, ended: dict[int, str]) -> None:
         """Terminates this process if it has waited too long for workers that have ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -41,3 +42,22 @@ def test_a_thread_that_asks_tells_nobody():
     assert not watch._explained, "A main thread that hangs in a collective would never be ended."
     watch.has_told()
     assert watch._explained
+
+
+@pytest.mark.kills("jax_closed_connection_names_no_worker", "jax_worker_without_fault_named")
+@pytest.mark.parametrize("said", [None, "it failed: ValueError", "it lost another worker"])
+def test_a_sum_in_shared_memory_names_the_worker_that_closed_its_connection(said):
+    watch = _watch()
+    watch._lost, watch._gone, watch._working = {}, set(), 0
+    watch._timeout = 60.0 if said != "it lost another worker" else 1.0
+    watch._store = SimpleNamespace(get=lambda key, seconds: said and said.encode())
+    watch._culprits_among = lambda indices: {}  # the service has no messages yet
+    watch._start = lambda function: None
+    error = RuntimeError("INTERNAL: Connection closed: worker 1 closed the connection")
+    start = time.monotonic()
+    explained = watch.explain(error)
+    if said == "it lost another worker":
+        assert explained is error
+    else:
+        assert isinstance(explained, WorkerLostError) and (said or "it died") in str(explained)
+        assert time.monotonic() - start < 5.0, "The heartbeats would take longer."
