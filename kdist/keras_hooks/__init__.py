@@ -52,6 +52,7 @@ from kdist.keras_hooks.data import (
     forget_batches,
     num_array_rows,
     py_dataset_batches,
+    reads_generator,
     release,
     shuffles_arrays,
     shuffles_py_dataset,

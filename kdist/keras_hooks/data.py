@@ -164,6 +164,13 @@ def py_dataset_batches(dataset: keras.utils.PyDataset) -> Iterator[tuple[object,
         adapter.on_epoch_end()
 
 
+def reads_generator(adapter: DataAdapter) -> bool:
+    """Returns whether a data adapter reads a generator, which cannot be read again."""
+    from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+
+    return isinstance(adapter, GeneratorDataAdapter)
+
+
 def num_array_rows(iterator: EpochIterator) -> int | None:
     """Returns the number of rows of the arrays that an `epoch_iterator` reads, or `None` for other data."""
     return getattr(iterator.data_adapter, "_num_samples", None)

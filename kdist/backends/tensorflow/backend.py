@@ -54,6 +54,8 @@ class TensorFlowBackend(Backend):
     def native_batches(self, adapter: Any) -> Iterable[object]:
         """Returns the batches of a `tf.data.Dataset`, or the batches of kdist's own adapter unchanged."""
         batches = adapter.get_tf_dataset()
+        if keras_hooks.reads_generator(adapter):
+            batches = _without_prefetch(batches)
         return Iterated(batches) if isinstance(batches, tf.data.Dataset) else batches
 
     def join_predictions(self, batches: Sequence[object]) -> Any:
@@ -101,6 +103,18 @@ class TensorFlowBackend(Backend):
     def numpy_dataset(self, arrays: object) -> tf.data.Dataset:
         """Returns a `tf.data.Dataset`."""
         return tf.data.Dataset.from_tensor_slices(arrays)
+
+
+def _without_prefetch(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns Keras's dataset over a generator without its last step, and without TensorFlow's own prefetch.
+
+    They read an unpredictable number of batches ahead, which are lost at the end of an epoch. Workers would lose
+    different numbers, and then combine the rows of different batches.
+    """
+    (dataset,) = dataset._inputs()
+    options = tf.data.Options()
+    options.experimental_optimization.inject_prefetch = False
+    return dataset.with_options(options)
 
 
 def _keep_from_autograph() -> None:
