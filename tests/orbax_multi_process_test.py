@@ -25,7 +25,7 @@ def _rank():
     return int(os.environ.get("RANK", "0"))  # also without a strategy
 
 
-def _stand_in():
+def stand_in():
     """Replaces Orbax in Keras by a fake, which pickles the values that each process saves."""
     import sys
     from types import ModuleType, SimpleNamespace
@@ -75,7 +75,7 @@ class _Context:
 def in_worker_fit(folder, scoped, own_folders=False):
     import keras
 
-    _stand_in()
+    stand_in()
     model = make_model(scope=scope(scoped))
     x, y = make_data()
     directory = f"{folder}/{_rank()}" if own_folders else folder

@@ -13,11 +13,13 @@ from kdist.backends.contract import Runtime
 from kdist.backends.messages import gather
 from kdist.training.batches import GlobalBatches
 
+_STEPS_OF_FILES = ("_batches_seen_since_last_saving", "_last_batch_seen")
 # What Keras's callbacks keep from epoch to epoch, or from step to step: numbers and flags.
 _REMEMBERED = {
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
-    keras.callbacks.ModelCheckpoint: ("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
+    keras.callbacks.ModelCheckpoint: ("best", *_STEPS_OF_FILES),
+    keras.callbacks.OrbaxCheckpoint: ("best", *_STEPS_OF_FILES, "_total_batches_seen"),
     # Whether the weights are swapped with their averages. Then a backup contains swapped weights.
     keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
 }
