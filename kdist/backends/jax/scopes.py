@@ -13,6 +13,7 @@ from kdist import keras_hooks
 from kdist.backends.aggregation import NotesAdditions, ReplicaScope, check_branch
 from kdist.backends.jax.storage import in_own_shape
 from kdist.context import current_replica
+from kdist.errors import StrategyScopeError
 
 if TYPE_CHECKING:
     Held: TypeAlias = jax.Array | tuple[jax.Array, jax.Array]
@@ -69,6 +70,7 @@ class JaxScope(ReplicaScope):
     def __init__(self, replica: JaxReplica, values: Values) -> None:
         super().__init__(replica)
         self._replica: JaxReplica = replica
+        self.num_writers = replica.num_replicas_in_sync
         self._values = values
 
     def local(self, variable: keras.Variable) -> jax.Array:
@@ -156,12 +158,30 @@ class GradientScope(NotesAdditions, keras.StatelessScope):
     def add_update(self, update: tuple[keras.Variable, jax.Array]) -> None:
         """Overrides the recording of `keras.StatelessScope`."""
         variable, value = update
+        if id(variable) in self.written and self.is_untracked != (id(variable) in self._quiet):
+            self._refuse_both(variable)
         self._values[id(variable)] = value
         self.written[id(variable)] = variable
         if self.is_untracked:
             self._quiet.add(id(variable))
         elif not (self.is_adding or getattr(self._outer, "is_adding", False)):
             self.set_anew.add(id(variable))
+
+    @property
+    def num_writers(self) -> int:
+        """The number of replicas that may write, or 1 outside replicas."""
+        return getattr(self._outer, "num_writers", 1)
+
+    def _refuse_both(self, variable: keras.Variable) -> None:
+        """Raises an error for writes that need aggregation next to writes that all replicas have aggregated."""
+        if self.num_writers == 1:
+            return
+        raise StrategyScopeError(
+            "A function for `kdist.value_and_grad` writes a variable both in the replicas and in a `merge_call` or an "
+            "optimizer. JAX aggregates the writes after the gradient, and cannot separate them.",
+            received={"variable": variable.path},
+            hint="Move the `merge_call` out of the function, or write two variables.",
+        )
 
     @property
     def is_untracked(self) -> bool:
