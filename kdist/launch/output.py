@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import re
+import select
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from kdist.cluster import environment
@@ -17,6 +20,7 @@ _CUT = re.compile(rb"(\x1b(\[[0-9;]*)?|\xe2\x94?)\Z")  # an incomplete color cod
 _LONGEST = 65536  # bytes: longer partial lines are shown immediately
 _LOST = b"The job lost "  # the start of the error of a worker that lost another
 _PATIENCE = 1.0  # seconds until a partial line is shown
+_BLOCKED = 0.1  # seconds between two calls of `gives_up`
 
 
 class Sink:
@@ -25,10 +29,17 @@ class Sink:
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self._bytes = getattr(stream, "buffer", None)
+        self._poll: select.poll | None = None
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # a stream without a descriptor
+            descriptor = stream.fileno()
+            self._poll = select.poll()
+            self._poll.register(descriptor, select.POLLOUT)
         self.is_terminal = bool(getattr(stream, "isatty", lambda: False)())
         self.has_colors = self.is_terminal and not environment.get("NO_COLOR")
         self.open_line: LineStream | None = None
         self.broken = False
+        self.gives_up: Callable[[], bool] | None = None
+        """Returns whether to discard output that no program reads; `None` to wait for the reader."""
 
     def write(self, data: bytes) -> None:
         """Writes and flushes. Ignores a closed pipe (`| head`), because the job must still be supervised."""
@@ -36,12 +47,31 @@ class Sink:
             return
         try:
             if self._bytes is not None:
-                self._bytes.write(data)
+                # A pipe that is ready accepts this many bytes. A longer write could block, despite signals.
+                for start in range(0, len(data), select.PIPE_BUF):
+                    self._wait()
+                    self._bytes.write(data[start : start + select.PIPE_BUF])
+                    self._stream.flush()
             else:
                 self._stream.write(data.decode("utf-8", "replace"))
-            self._stream.flush()
+                self._stream.flush()
         except (OSError, ValueError):
             self.broken = True
+
+    def _wait(self) -> None:
+        """Waits until the stream accepts output.
+
+        Raises:
+            TimeoutError: If `gives_up` returns `True` before.
+        """
+        while self._poll and self.gives_up and not self._poll.poll(_BLOCKED * 1000):
+            if self.gives_up():
+                raise TimeoutError
+
+    def say(self, text: str) -> None:
+        """Writes a line of the launcher itself."""
+        self.end_line()
+        self.write(f"{text}\n".encode("utf-8", "backslashreplace"))
 
     def end_line(self) -> None:
         """Ends an open line, so that the next output starts on a new line."""

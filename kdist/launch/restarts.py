@@ -153,17 +153,17 @@ class Job:
                 workers, outcome = self._run_once(plan, out, err)
                 failed = outcome.failed
                 if outcome.interrupted is not None:
-                    return _end_interrupted(workers, outcome.interrupted)
+                    return _end_interrupted(workers, outcome.interrupted, err)
                 if failed is None:
                     return 0
-                _say("\n" + _failure(failed, workers, outcome.lost_server))
+                err.say(f"\n{_failure(failed, workers, outcome.lost_server)}")
                 again = self._again(failed, outcome)
                 if again is not None and outcome.stopped is not None:
-                    _say(f"kdist: received {_signal(outcome.stopped)}; the job is not restarted.")
+                    err.say(f"kdist: received {_signal(outcome.stopped)}; the job is not restarted.")
                     again = None
                 if again is None:
                     return report.shell_exit_code(failed.exit_code or 1)
-                _say(again)
+                err.say(again)
                 self._starts += 1
         except KeyboardInterrupt:  # between two starts; otherwise, the supervisor handles the signal
             return 128 + signal.SIGINT
@@ -284,8 +284,8 @@ class Job:
         return max(self.local_workers - outcome.lost, self.policy.min_workers)
 
 
-def _end_interrupted(workers: Sequence[WorkerProcess], signum: int) -> int:
-    print(f"kdist: received {_signal(signum)}; all workers have exited.", file=sys.stderr)
+def _end_interrupted(workers: Sequence[WorkerProcess], signum: int, err: Sink) -> int:
+    err.say(f"kdist: received {_signal(signum)}; all workers have exited.")
     codes = {worker.exit_code for worker in workers if not worker.plan.helps}
     # If all workers handled the signal (saved a checkpoint and exited with 0), the job has succeeded.
     if codes == {0}:
@@ -314,11 +314,3 @@ def _failure(
         after=lost_server.plan.full_name if lost_server not in (None, failed) else "",
         kind="tasks" if any(worker.plan.helps for worker in workers) else "workers",
     )
-
-
-def _say(text: str) -> None:
-    try:
-        sys.stderr.write(f"{text}\n")
-        sys.stderr.flush()
-    except (OSError, ValueError):
-        pass  # stderr is closed

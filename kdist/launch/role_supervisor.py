@@ -206,8 +206,7 @@ class RoleSupervisor(Supervisor):
                 linux.send(worker.pid, signum, group=True)
 
     def _say(self, text: str) -> None:
-        self._err.end_line()
-        self._err.write(f"kdist: {text}\n".encode())
+        self._err.say(f"kdist: {text}")
 
 
 def _what(worker: WorkerProcess) -> str:

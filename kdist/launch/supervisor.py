@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kdist.cluster import liveness
@@ -69,7 +69,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._outcome = Outcome()
         self._failures: list[WorkerProcess] = []
-        self._judge_at = self._kill_at = self._deadline = _FOREVER
+        self._judge_at = self._kill_at = self._deadline = self._discard_at = _FOREVER
         self._ending = False
 
     def run(self) -> Outcome:
@@ -254,15 +254,27 @@ class Supervisor:
         signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = {signum: signal.signal(signum, lambda *_: None) for signum in signals}
         wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+
+        def gives_up() -> bool:
+            self._on_signals(ours)
+            return time.monotonic() >= self._discard_at
+
+        self._set_gives_up(gives_up)
         try:
             yield
         finally:
+            self._set_gives_up(None)
             signal.set_wakeup_fd(wakeup)
             for signum, handler in before.items():
                 signal.signal(signum, handler)
             self._on_signals(ours)  # a signal since the last step
             ours.close()
             theirs.close()
+
+    def _set_gives_up(self, function: Callable[[], bool] | None) -> None:
+        # Otherwise, a signal would have no effect while no program reads the output, as in `| sleep 60`.
+        for sink in {sink for worker in self._workers for sink in worker.sinks}:
+            sink.gives_up = function
 
     def _on_signals(self, connection: Any) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -271,9 +283,10 @@ class Supervisor:
                     self._interrupt(signum)
 
     def _interrupt(self, signum: int) -> None:
+        self._discard_at = min(self._discard_at, time.monotonic() + self._grace)
         if self._outcome.interrupted is not None or self._outcome.failed is not None:
             if signum == signal.SIGINT:
-                self._kill_at = 0.0  # the second Ctrl-C
+                self._kill_at = self._discard_at = 0.0  # the second Ctrl-C
             if self._outcome.interrupted is None:
                 self._outcome.stopped = signum
             return

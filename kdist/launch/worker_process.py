@@ -131,6 +131,11 @@ class WorkerProcess:
                 return _open_terminal(len(self._prefix))
         return os.pipe()
 
+    @property
+    def sinks(self) -> tuple[Sink, Sink]:
+        """The destinations of its stdout and stderr, without the log file."""
+        return self._out, self._err
+
     def lines(self) -> list[LineStream]:
         """Returns all destinations of the output."""
         return [line for channel in self.channels.values() for line in channel.lines]

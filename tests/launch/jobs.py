@@ -26,7 +26,9 @@ SLEEPER = "import time; time.sleep(120)"
 class Job:
     """A running `kdist run` command."""
 
-    def __init__(self, folder, script, *options, arguments=(), env=None, prelude=PRELUDE, stdin=None):
+    def __init__(
+        self, folder, script, *options, arguments=(), env=None, prelude=PRELUDE, stdin=None, stdout=None
+    ):
         self.script = folder / "script.py"
         self.script.write_text(prelude + textwrap.dedent(script))
         self.out, self.err = folder / "out", folder / "err"
@@ -36,7 +38,7 @@ class Job:
         with open(self.out, "wb") as out, open(self.err, "wb") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "kdist", "run", *options, *target, *arguments],
-                stdout=out, stderr=err, stdin=stdin or subprocess.DEVNULL, env=clean, cwd=folder,
+                stdout=stdout or out, stderr=err, stdin=stdin or subprocess.DEVNULL, env=clean, cwd=folder,
             )  # fmt: skip
 
     def wait(self, timeout=TIMEOUT):

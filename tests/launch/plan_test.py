@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import types
 
 import pytest
@@ -237,6 +238,20 @@ def test_a_reader_that_has_gone_does_not_matter():
     sink = Sink(Closed())
     sink.write(b"x")
     assert sink.broken
+
+
+def test_output_that_nobody_reads_is_discarded_when_the_job_ends():
+    ours, theirs = os.pipe()
+    with open(ours, "rb") as reader, open(theirs, "w") as stream:
+        sink = Sink(stream)
+        calls = []
+        sink.gives_up = lambda: calls.append(None) or len(calls) == 3
+        sink.write(b"first\n")
+        assert not sink.broken and not calls
+        sink.write(b"x" * 1_000_000)
+        assert sink.broken and len(calls) == 3
+        sink.say("kdist: all workers have exited.")
+        assert reader.read1(65536).startswith(b"first\nxxx")
 
 
 def test_tail_notes_the_traceback():

@@ -1,5 +1,7 @@
 """Signals to `kdist run`, and the end of a job: no process is left, and workers get their grace period."""
 
+import os
+import select
 import signal
 import time
 
@@ -80,6 +82,31 @@ def test_the_second_ctrl_c_kills_at_once(run):
     job.process.send_signal(signal.SIGINT)
     assert job.wait(20) == 130
     assert len(job.named()) == 2 and left_of(job.named()) == []
+
+
+@pytest.mark.kills("launch_signal_without_reader_ignored")
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_job_also_if_nobody_reads_its_output(run, signum):
+    ours, theirs = os.pipe()
+    try:
+        script = """
+        sys.stdout = sys.stderr
+        name(os.getpid())
+        while True: os.write(1, b"x" * 5000)
+        """
+        job = run(script, "-n", "2", "--grace-period", "0.5", stdout=theirs)
+        while select.select([], [theirs], [], 0)[1]:
+            assert job.process.poll() is None, job.stderr()
+            time.sleep(0.02)
+        time.sleep(0.5)  # the launcher reads more, and waits for the reader of its own output
+        job.process.send_signal(signum)
+        assert job.wait() == 128 + signum
+        job.out.write_text(job.stderr())
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert len(job.named()) == 2 and left_of(job.named()) == []
+    assert "all workers have exited" in job.stderr()
 
 
 def test_workers_may_end_in_peace(run):
