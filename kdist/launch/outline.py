@@ -6,7 +6,7 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 
-from kdist.cluster import keras_backend_choice, visible_gpus
+from kdist.cluster import visible_gpus
 from kdist.cluster.environment import TOKEN_VARIABLE
 from kdist.cluster.roles import listed, number_of
 from kdist.launch.plan import THREADS, JobPlan, WorkerPlan, idle_gpus, is_auto
@@ -17,6 +17,8 @@ _ORDER = ("chief", "worker", "ps", "evaluator")
 def line(plan: JobPlan, num_workers: str | int, num_hosts: int = 1) -> str:
     """Returns a one-line summary of a plan, without importing a framework.
 
+    It does not name the backend, because the script can choose another one than the environment.
+
     Args:
         plan: The plan of this machine.
         num_workers: The requested number of workers, or "auto".
@@ -26,18 +28,17 @@ def line(plan: JobPlan, num_workers: str | int, num_hosts: int = 1) -> str:
 
     >>> from kdist.launch.outline import line
     >>> from kdist.launch.plan import plan_job
-    >>> plan = plan_job(2, backend="jax", environ={"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+    >>> plan = plan_job(2, environ={"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
     >>> plan.release_ports()
     >>> line(plan, "2")
-    '2 workers × 2 gpu on jax, from --num-workers'
+    '2 workers × 2 gpu, from --num-workers'
     """
     counts = {role: sum(task.role == role for task in plan.workers) for role in _ORDER}
     said = [_number(role, count, num_hosts, plan) for role, count in counts.items() if count]
-    backend, _ = keras_backend_choice(plan.workers[0].environ)
     gpus = len(visible_gpus())
     found = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else "no GPU"
     origin = f"auto: {found}" if is_auto(num_workers) else "--num-workers"
-    return f"{', '.join(said)} on {backend}, from {origin}"
+    return f"{', '.join(said)}, from {origin}"
 
 
 def _number(role: str, count: int, num_hosts: int, plan: JobPlan) -> str:

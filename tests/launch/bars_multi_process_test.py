@@ -105,7 +105,7 @@ def on_terminal(command, **environ) -> str:
 
 
 def check(lines: list[str]) -> None:
-    assert lines[0] == "kdist: 2 workers × 1 cpu on tensorflow, from --num-workers"
+    assert lines[0] == "kdist: 2 workers × 1 cpu, from --num-workers"
     chief = [line for line in lines[1:] if line.startswith("[worker 0] ")]
     other = [line for line in lines[1:] if line.startswith("[worker 1] ")]
     assert len(chief) + len(other) == len(lines) - 1, lines
