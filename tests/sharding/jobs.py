@@ -32,6 +32,10 @@ def prepare(devices: int) -> None:
 
 
 def strategy(name: str) -> Any:
+    if name == "local":
+        import kdist
+
+        return kdist.MirroredStrategy(["cpu:0", "cpu:1"])
     return _strategies[name]
 
 
@@ -271,6 +275,31 @@ def assigned_weights(name: str | None) -> dict[str, Any]:
         inner = keras.layers.Dense(8, activation="tanh", name="up")
         normalized = keras.layers.SpectralNormalization(inner, power_iterations=2)
         model = keras.Sequential([keras.Input((LENGTH,)), normalized, keras.layers.Dense(4)])
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.5), "mse")
+    history = model.fit(x, x[:, :4] * 2, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    return {"losses": history.history["loss"], "values": state_of(model)}
+
+
+def used_and_assigned_weights(name: str | None) -> dict[str, Any]:
+    """Trains a layer that first uses its kernel, and then assigns a value that depends on the rows."""
+    import contextlib
+
+    import keras
+
+    class Fading(keras.layers.Layer):
+        def build(self, shape: tuple[int, ...]) -> None:
+            self.kernel = self.add_weight(shape=(shape[-1], 8))
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            y = keras.ops.matmul(x, self.kernel)
+            if training:
+                self.kernel.assign(0.9 * self.kernel + keras.ops.mean(y))
+            return y
+
+    keras.utils.set_random_seed(6)
+    x = np.random.RandomState(1).randn(21, LENGTH).astype("float32")
+    with contextlib.nullcontext() if name is None else strategy(name).scope():
+        model = keras.Sequential([keras.Input((LENGTH,)), Fading(), keras.layers.Dense(4)])
         model.compile(keras.optimizers.SGD(0.1, momentum=0.5), "mse")
     history = model.fit(x, x[:, :4] * 2, batch_size=8, epochs=2, shuffle=False, verbose=0)
     return {"losses": history.history["loss"], "values": state_of(model)}

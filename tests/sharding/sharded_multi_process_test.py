@@ -11,7 +11,7 @@ import pytest
 from kdist.testing import WorkerPool
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.models import state_of
-from tests.helpers.processes import run_plain, start_pool
+from tests.helpers.processes import run, run_plain, start_pool
 from tests.sharding import jobs
 
 # Backend, number of workers, and devices per worker.
@@ -150,6 +150,22 @@ def test_an_update_starts_from_weights_that_layers_assigned(place: Any, pools: P
     _check_job(jobs.assigned_weights, place, pools)
 
 
+@pytest.mark.kills(
+    torch_gradient_of_assigned_weights_lost="[torch]", torch_assigned_shards_not_aggregated="[torch]"
+)
+@pytest.mark.parametrize("place", [TWO_WORKERS, TORCH_WORKERS], ids=["jax", "torch"])
+@pytest.mark.in_turn(2)
+def test_weights_that_a_layer_uses_and_then_assigns_have_their_gradient(place: Any, pools: Pools) -> None:
+    _check_job(jobs.used_and_assigned_weights, place, pools)
+
+
+@pytest.mark.kills("torch_assigned_weights_of_first_replica")
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_the_replicas_of_a_process_aggregate_weights_that_a_layer_assigns(backend: str) -> None:
+    (actual,) = run(backend, 1, jobs.used_and_assigned_weights, "local")
+    _compare(actual, run_plain(backend, jobs.used_and_assigned_weights, None))
+
+
 @pytest.mark.kills(jax_copies_of_sharded_variables_not_gathered="[jax]")
 @pytest.mark.parametrize("place", [TWO_WORKERS, TORCH_WORKERS], ids=["jax", "torch"])
 @pytest.mark.in_turn(2)
@@ -160,10 +176,14 @@ def test_an_optimizer_starts_from_copies_of_the_weights(place: Any, pools: Pools
 def _check_job(job: Any, place: tuple[str, int, int], pools: Pools) -> None:
     expected = run_plain(place[0], job, None)
     for actual in pools.run(place, job, "fully"):
-        assert_close(actual["losses"], expected["losses"], atol=5e-6)
-        for found, value in zip(actual["values"], expected["values"], strict=True):
-            if value.dtype.kind == "f":
-                assert_close(found, value, atol=5e-6)
+        _compare(actual, expected)
+
+
+def _compare(actual: Any, expected: Any) -> None:
+    assert_close(actual["losses"], expected["losses"], atol=5e-6)
+    for found, value in zip(actual["values"], expected["values"], strict=True):
+        if value.dtype.kind == "f":
+            assert_close(found, value, atol=5e-6)
 
 
 def save_alone(folder: str) -> str:

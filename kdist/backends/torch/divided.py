@@ -97,9 +97,20 @@ class Divided(torch.Tensor):
             _wholes[found.untyped_storage().data_ptr()] = weakref.ref(found), self, version
         return found
 
+    @property
+    def pending(self) -> torch.Tensor | None:
+        """The whole value that a layer has assigned in this step, and that is not aggregated yet."""
+        return self.kept_in.pending.get(id(self))
+
+    def write_later(self, whole: torch.Tensor) -> None:
+        """Replaces the value that this replica sees until the values of all replicas are aggregated."""
+        self.version += 1
+        self.kept_in.pending[id(self)] = whole.detach().clone()
+
     def write(self, whole: torch.Tensor) -> None:
         """Writes this worker's part of a new value into its shard."""
         self.version += 1
+        self.kept_in.pending.pop(id(self), None)
         with torch.no_grad():
             value = whole.detach().broadcast_to(self.shape)
             self.to_local().copy_(self.kept_in.part_of(value, self.shards.placements))
@@ -162,6 +173,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Divided, dtype: torch.dtype, replica: Replica | None) -> torch.Tensor:
         ctx.parameter, ctx.replica = parameter, replica
+        if parameter.pending is not None:
+            return parameter.pending.to(dtype, copy=True)
         part, places = parameter.to_local().to(dtype), parameter.shards.placements
         return parameter.kept_in.gather(part, places, parameter.shape)
 
@@ -311,6 +324,7 @@ def in_step(storage: Any, replica: Replica) -> Iterator[None]:
     finally:
         storage.replica = None
         storage.recent.clear()
+        storage.pending.clear()
         _wholes.clear()
 
 

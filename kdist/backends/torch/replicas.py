@@ -161,12 +161,11 @@ class TorchReplica(Replica):
         The gradients are already summed, and the other replicas wait for the next turn. The copies are
         updated immediately, for steps that use the new weights.
         """
+        assert isinstance(self.scope, TorchScope)
+        # The update starts from the weights that layers have assigned in this step, on all replicas.
+        self.scope.aggregate(only=self.scope.is_pending)
         if self.local_index > 0:
             return None
-        assert isinstance(self.scope, TorchScope)
-        if self.divides_variables:
-            # The update starts from the weights that layers have assigned in this step.
-            self.scope.aggregate(only=self.scope.is_pending)
         with on_parts() if self.divides_variables else nullcontext():
             return self.scope.change_real_variables(apply)
 
@@ -271,8 +270,6 @@ class TorchScope(ReplicaScope):
         self._components = replica.strategy.runtime.components
         # The first replica also writes the real variables. The copies of the others follow them.
         self._is_first = replica.local_index == 0
-        # The whole values that were written to sharded variables and are not aggregated yet.
-        self._written_whole: dict[int, torch.Tensor] = {}
         self._others = replica.copies if self._is_first else ()
 
     def local(self, variable: keras.Variable) -> torch.Tensor:
@@ -281,13 +278,12 @@ class TorchScope(ReplicaScope):
             self._initialize(variable)
         if self.has_component(variable):
             return self._components.get(variable, self.replica.local_index)
-        if (written := self._written_whole.get(id(variable))) is not None:
-            return written
         return keras_hooks.native_value(variable) if self.copies is None else self.copies.get(variable)
 
     def is_pending(self, variable: keras.Variable) -> bool:
-        """Returns whether the real variable lacks a value that the replicas have written."""
-        return self.has_component(variable) or id(variable) in self._written_whole
+        """Returns whether an optimizer needs the aggregate of the values that the replicas have written."""
+        real = keras_hooks.native_value(variable)
+        return real.pending is not None if isinstance(real, Divided) else variable.trainable
 
     def write(self, variable: keras.Variable, value: torch.Tensor) -> None:
         """Copies a value into the replica's tensor."""
@@ -298,7 +294,7 @@ class TorchScope(ReplicaScope):
             return
         real = keras_hooks.native_value(variable)
         if isinstance(real, Divided) and not self.is_untracked:
-            self._written_whole[id(variable)] = value.detach().clone().requires_grad_(real.requires_grad)
+            real.write_later(value)
             return
         for copies in self._others:
             copies.get(variable)  # a replica that reads the variable later must still see its old value
@@ -309,10 +305,11 @@ class TorchScope(ReplicaScope):
 
     def aggregated(self, variable: keras.Variable, value: torch.Tensor) -> None:
         """Stores the aggregated value; for a sharded variable, this worker's part of it."""
-        if self._written_whole.pop(id(variable), None) is None:
-            self.write(variable, value)
+        real = keras_hooks.native_value(variable)
+        if isinstance(real, Divided):
+            real.write(value)
         else:
-            keras_hooks.native_value(variable).write(value)
+            self.write(variable, value)
 
     def snapshot(self, variable: keras.Variable) -> torch.Tensor:
         """Returns a copy of the replica's tensor."""

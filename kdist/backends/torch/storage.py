@@ -49,6 +49,7 @@ class Storage:
         self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=tuple(sharded.axes))
         self._lengths = dict(zip(sharded.axes, shape, strict=True))
         self.recent = Recent()
+        self.pending: dict[int, torch.Tensor] = {}  # see `Divided.pending`
         # The current replica. Not thread-local, because a GPU's backward pass runs in another thread.
         self.replica: Any = None
 
