@@ -38,6 +38,8 @@ class BackupAndRestore(keras.callbacks.Callback):
     condition. In a tf.data pipeline, `shuffle` needs a seed. A generator must start from the beginning: kdist
     reads the consumed batches again and skips them.
 
+    A backup contains only the optimizer from `compile`, and no other optimizers of a model. A warning names them.
+
     Args:
         backup_dir: The directory for the backups: one that all workers share, or a separate one per worker.
         save_freq: `"epoch"`, or a number of steps. `None` or `False` disables this trigger.
@@ -111,6 +113,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         runtime = self._manager.checkpoint.runtime()
         settle_all(runtime)
         _restore_newest(self._manager)
+        _warn_of_other_optimizers(self.model)
         self._check_epochs(self.params.get("epochs"))
         if self._progress.has_stopped:
             logger.info(
@@ -209,3 +212,17 @@ def _restore_newest(manager: CheckpointManager) -> None:
                 path,
                 error,
             )
+
+
+def _warn_of_other_optimizers(model: keras.Model) -> None:
+    names = [
+        name
+        for name, value in vars(model).items()
+        if isinstance(value, keras.optimizers.Optimizer) and value is not model.optimizer
+    ]
+    if names:
+        logger.warning(
+            "BackupAndRestore does not save the state of model.%s, only of model.optimizer. A resumed run starts "
+            "with a new optimizer there. To keep its state, save it with a kdist.Checkpoint in your own loop.",
+            " and model.".join(names),
+        )
