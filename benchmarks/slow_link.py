@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import over_loops
 
 MODEL = "wide"
-ROWS = (128, 1024, 4096)
+ROWS = (128, 1024, 2048)
 STEPS = {128: 20}  # of other batch sizes: 6
 NETWORK = "10.78.0"
 PORT = 29617

@@ -113,7 +113,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         runtime = self._manager.checkpoint.runtime()
         settle_all(runtime)
         _restore_newest(self._manager)
-        if runtime.worker_index == 0:
+        if runtime is None or runtime.worker_index == 0:
             _warn_of_other_optimizers(self.model)
         self._check_epochs(self.params.get("epochs"))
         if self._progress.has_stopped:

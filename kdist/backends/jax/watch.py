@@ -183,9 +183,7 @@ class Watch:
                 continue
             for index in set(self._others) - set(live) - self._gone:
                 said = self._note_left(index)
-                if (
-                    said is not None and said != _LOST_ANOTHER
-                ):  # else the worker that it lost is detected soon
+                if said not in (None, _LOST_ANOTHER):  # the worker that it lost is detected soon
                     ended[index] = said
                 self._gone.add(index)
             # A chief that has ended stays alive, because other workers need its service.
