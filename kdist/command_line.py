@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from kdist.checkpoint import command as checkpoint_command
 from kdist.cluster import environment, liveness, logs
+from kdist.cluster.keras_backends import BACKENDS, check_backend
 from kdist.doctor import command as doctor_command
 from kdist.errors import ClusterConfigError, InvalidArgumentError, KdistError
 from kdist.launch import restarts, run_options
@@ -20,7 +21,7 @@ from kdist.launch.info import print_info
 from kdist.launch.manifest import command as manifest_command
 from kdist.launch.options import BACKEND_HELP, whole_number
 from kdist.launch.options import target as read_target
-from kdist.launch.plan import BACKENDS, check_backend, parse_hosts, resolve_num_workers
+from kdist.launch.plan import parse_hosts, resolve_num_workers
 from kdist.launch.restarts import Job
 from kdist.measuring import command as measuring_command
 from kdist.version import __version__

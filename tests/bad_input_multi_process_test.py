@@ -66,7 +66,7 @@ def expect(script, error, *words, within=PROMISED):
 def test_unknown_backend(call, tmp_path):
     source = PRELUDE + f"attempt(lambda: kdist.{call})\nassert 'keras' not in sys.modules"
     with started(tmp_path, source, [{"KERAS_BACKEND": "theano"}]) as (script,):
-        expect(script, "BackendError", "KERAS_BACKEND='theano'", "jax, tensorflow, torch", within=2)
+        expect(script, "BackendError", "KERAS_BACKEND='theano'", "tensorflow, jax, torch", within=2)
 
 
 # Needs a process that is not forked, because the code must hide the package before its import.

@@ -18,7 +18,7 @@ from kdist.backends.replica import Replica
 from kdist.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from kdist.arrays.types import Tensor, TensorT
+    from kdist.arrays.types import R, Tensor, TensorT
 
 
 def aggregation_of(variable: keras.Variable) -> str:
@@ -142,6 +142,10 @@ class ReplicaScope(NotesAdditions, keras.StatelessScope):
     @abstractmethod
     def show(self, variable: keras.Variable, total: Tensor) -> None:
         """Stores the aggregated value of an on-read variable. The components do not change."""
+
+    @abstractmethod
+    def change_real_variables(self, change: Callable[[], R]) -> R:
+        """Calls a function once for all local replicas, which reads and writes the variables themselves."""
 
     def get_current_value(self, variable: keras.Variable) -> Tensor | None:
         """Overrides the lookup of `keras.StatelessScope`."""

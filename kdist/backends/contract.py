@@ -144,9 +144,9 @@ class Backend(ABC):
     def set_random_state(self, state: bytes) -> None:
         """Sets the state that `random_state` returned on another worker."""
 
-    @abstractmethod
     def function(self, fn: Callable[P, R], **options: object) -> Callable[P, R]:
         """Compiles a function for the cross-replica context; see `kdist.function`."""
+        return fn
 
     @abstractmethod
     def value_and_grad(
@@ -210,9 +210,9 @@ class Runtime(ABC):
         """Receives a batch of a distributed dataset if its parts have the same shapes on all workers."""
         return
 
-    @abstractmethod
     def scope(self) -> AbstractContextManager[object]:
         """A context manager for the strategy's scope: variables created inside belong to the replicas."""
+        return contextlib.nullcontext()
 
     def suspended(self) -> AbstractContextManager[object]:
         """A context manager that disables `scope`, for models that do not belong to the strategy."""
@@ -300,9 +300,9 @@ class Runtime(ABC):
         its writes to Keras variables are aggregated.
         """
 
-    @abstractmethod
     def to_holder(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Copies tensors of the local replicas to the first device that holds variables."""
+        return list(parts)
 
     @abstractmethod
     def sum_over_workers(self, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -118,7 +118,7 @@ class KeepingSteps(StepFunction, Generic[KeptT]):
         self.kind = kind
         self.kept: KeptT | None = None
         self.keeps = False
-        self.can_keep = True
+        self.can_keep = type(self).new_kept is not KeepingSteps.new_kept
 
     @property
     def model(self) -> keras.Model:
@@ -137,6 +137,6 @@ class KeepingSteps(StepFunction, Generic[KeptT]):
             self.kept = self.kept or self.new_kept()
             self.kept.start()
 
-    @abstractmethod
     def new_kept(self) -> KeptT:
-        """Returns an object in which the replicas keep gradients."""
+        """Returns an object in which the replicas keep gradients. Without this method, steps keep none."""
+        raise NotImplementedError

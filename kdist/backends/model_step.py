@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from kdist.arrays.gathering import decode, encode
 from kdist.arrays.splitting import have_all_rows
 from kdist.backends.contract import ReplicaBatches
 from kdist.backends.kept_gradients import KeepingSteps, KeptInReplicas
@@ -70,17 +71,19 @@ class ReplicatedSteps(KeepingSteps[KeptInReplicas]):
         per_worker = len(results)
         return self.gather(results, [sum(rows[i : i + per_worker]) for i in range(0, len(rows), per_worker)])
 
-    @abstractmethod
     def concatenate(self, parts: Sequence[Tensor]) -> Tensor:
         """Concatenates the rows of tensors."""
+        return keras.ops.concatenate(list(parts))
 
-    @abstractmethod
     def of_chief(self, outputs: Structure) -> Structure:
         """Returns the chief's outputs. If all replicas have all rows, outputs of random layers can differ."""
+        arrays = keras.tree.map_structure(keras.ops.convert_to_numpy, outputs)
+        return decode(self.runtime.group.all_gather_bytes(encode(arrays))[0])
 
-    @abstractmethod
     def gather(self, results: Sequence[Structure], sizes: Sequence[int]) -> Structure:
         """Gathers the predictions of all replicas, given the local ones and each worker's number of rows."""
+        local = keras.tree.map_structure(lambda *parts: self.concatenate(parts), *results)
+        return keras.tree.map_structure(self.runtime.gather_over_workers, local)
 
 
 def run_step(replica: Replica, model: keras.Model, method: str, data: Structure) -> Structure:

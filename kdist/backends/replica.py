@@ -14,6 +14,7 @@ mean need no correction. `keras_hooks` corrects the others.
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,15 +23,16 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from kdist.arrays.splitting import have_all_rows
+from kdist.arrays.structures import joined
 from kdist.backends import debugging
-from kdist.context import ReplicaContext, StrategyLike
-from kdist.values import ReduceOp
+from kdist.context import ReplicaContext, StrategyLike, cross_replica
+from kdist.values import ReduceOp, component
 
 WIDE = ("float32", "float64")
 """The dtypes of gradients that can be compressed to 16 bits."""
 
 if TYPE_CHECKING:
-    from kdist.arrays.types import Scalar, Tensor, TensorT
+    from kdist.arrays.types import R, Scalar, T, Tensor, TensorT
     from kdist.backends.kept_gradients import KeptInReplicas
 
 
@@ -130,7 +132,13 @@ class Replica(ReplicaContext):
     def gather_tensor(self, tensor: TensorT, axis: int) -> TensorT:
         """Concatenates the tensors of all replicas along an axis, differentiably. Gradients are summed."""
 
-    @abstractmethod
+    def call(self, fn: Callable[..., R], args: tuple[object, ...], kwargs: Mapping[str, object]) -> R:
+        """Calls a user's function with this replica's components of the arguments, and aggregates its writes."""
+        own_args, own_kwargs = component((args, kwargs), self.local_index, keras.tree.map_structure)
+        result = fn(*own_args, **own_kwargs)
+        self.scope.aggregate()
+        return result
+
     def merge_call(
         self,
         merge_fn: Callable[..., Any],
@@ -138,6 +146,21 @@ class Replica(ReplicaContext):
         kwargs: Mapping[str, object] | None = None,
     ) -> Any:
         """Calls a function once for all replicas of this worker; see `kdist.ReplicaContext.merge_call`."""
+        self.require_running("merge_call")
+        self.scope.aggregate()
+
+        def merge(values: Sequence[tuple[tuple[object, ...], dict[str, object]]]) -> object:
+            joined_args, joined_kwargs = joined(values)
+            with cross_replica(self.strategy):
+                call = functools.partial(merge_fn, self.strategy, *joined_args, **joined_kwargs)
+                return self.scope.change_real_variables(call)
+
+        result = self.call_once("merge_call", (tuple(args), dict(kwargs or {})), merge)
+        return component(result, self.local_index, keras.tree.map_structure)
+
+    def call_once(self, what: str, value: T, merge: Callable[[Sequence[T]], R]) -> R:
+        """Calls a function once with the values of all local replicas, for `merge_call`. Returns its result in each."""
+        raise NotImplementedError
 
     def all_reduce_packed(
         self, tensors: Sequence[TensorT], weight: Scalar | None = None, dtype: str | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -109,9 +108,13 @@ class JoinedWorkers(Workers, Board):
             start, has_more = end, any(piece.startswith(_MORE) for piece in pieces)
         return [b"".join(message) for message in messages]
 
-    @abstractmethod
     def _gather_pieces(self, data: bytes) -> list[bytes]:
         """Gathers a message that does not exceed the backend's limit from every worker."""
+        return self.begin_gather_bytes(data)()
+
+    def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
+        """Gathers messages in a background thread, without a collective, which would wait for running steps."""
+        return self.mail.begin(data)
 
     def post(self, key: str, text: str) -> None:
         """Writes a text into the store."""

@@ -18,10 +18,10 @@ class CommunicationImplementation(enum.Enum):
     AUTO = "AUTO"
     """The backend chooses: NCCL between GPUs; gloo (JAX, PyTorch) or gRPC (TensorFlow) between CPUs.
 
-    On PyTorch, workers on one machine sum tensors in shared memory if they run on CPUs and Linux.
+    Workers on one machine sum tensors in shared memory if they run on CPUs and Linux.
     """
     RING = "RING"
-    """A ring over the network that needs no GPU. JAX and PyTorch use gloo, without shared memory."""
+    """A ring over the network that needs no GPU. JAX and PyTorch use gloo. No backend uses shared memory."""
     NCCL = "NCCL"
     """NVIDIA's collectives. Without GPUs, kdist logs a warning once and uses `AUTO`."""
 

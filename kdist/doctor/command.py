@@ -9,13 +9,13 @@ import json
 from collections.abc import Callable, Sequence
 
 from kdist.cluster import Cluster, discover, environment, keras_backend_name
+from kdist.cluster.keras_backends import check_backend_name, installed_backends
 from kdist.doctor.examination import Options, examine
 from kdist.doctor.local_workers import examine_here, hidden_gpus, one_device
 from kdist.doctor.report import FAIL, OK, WARN, Line, Report
 from kdist.errors import BackendError, ClusterConfigError, InvalidArgumentError, KdistError
 from kdist.launch.info import version_of
 from kdist.launch.options import BACKEND_HELP, whole_number
-from kdist.launch.plan import check_backend_name, installed_backends
 
 _TIMEOUT = 120.0
 _ALL_BACKENDS_HELP = "Keras backend: tensorflow, jax or torch (default: all that are installed)"

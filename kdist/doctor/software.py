@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from kdist.cluster import is_loopback
+from kdist.cluster.keras_backends import BACKENDS
 from kdist.cluster.secret import EXPORT_TOKEN
 from kdist.doctor.facts import Facts
 from kdist.doctor.report import FAIL, OK, WARN, Line, spread
-from kdist.launch.plan import BACKENDS
 
 _MISSING = "not installed"
 

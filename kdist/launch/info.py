@@ -11,8 +11,9 @@ import sys
 from collections.abc import Mapping
 
 from kdist.cluster import alone_by_mistake, keras_backend_choice, survey
+from kdist.cluster.keras_backends import BACKENDS
 from kdist.errors import ClusterConfigError
-from kdist.launch.plan import BACKENDS, count_cores
+from kdist.launch.plan import count_cores
 
 _PACKAGES = {
     "kdist": ("kdist",),

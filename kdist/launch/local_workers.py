@@ -9,11 +9,12 @@ import sys
 import tempfile
 
 from kdist.cluster import logs
+from kdist.cluster.keras_backends import check_backend
 from kdist.errors import InvalidArgumentError
 from kdist.launch import outline, shipping
 from kdist.launch.call import Call, Ended, Ending
 from kdist.launch.output import Sink, sinks
-from kdist.launch.plan import JobPlan, WorkerPlan, check_backend, resolve_num_workers
+from kdist.launch.plan import JobPlan, WorkerPlan, resolve_num_workers
 from kdist.launch.role_supervisor import RoleSupervisor
 from kdist.launch.roles import plan_roles
 from kdist.launch.supervisor import Supervisor

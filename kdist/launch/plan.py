@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import os
 import socket
@@ -13,10 +12,9 @@ from collections.abc import Mapping, Sequence
 
 from kdist.cluster import check_port_free, hold_free_ports, join_address, split_address, visible_gpus
 from kdist.cluster.roles import task_name
-from kdist.errors import BackendError, InvalidArgumentError
+from kdist.errors import InvalidArgumentError
 from kdist.launch.linux import JOB_VARIABLE
 
-BACKENDS = ("tensorflow", "jax", "torch")  # also the package names
 THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")  # set unless the user has set them
 GPUS = "CUDA_VISIBLE_DEVICES"
 # torchrun's agent sets these variables for its own workers. For workers of kdist's launcher, they are wrong.
@@ -157,50 +155,6 @@ def parse_hosts(text: str | None) -> list[str]:
             hint="List each machine once, for example: --hosts host0:5000,host1:5000",
         )
     return entries
-
-
-def check_backend_name(name: str | None) -> None:
-    """Checks that kdist supports a backend. `None` is not checked.
-
-    Raises:
-        BackendError: If the backend is unknown.
-    """
-    if name is not None and name.lower() not in BACKENDS:
-        raise BackendError(
-            f"The backend {name!r} is unknown.",
-            received={"backend": name},
-            hint=f"Choose one of {', '.join(BACKENDS)}.",
-        )
-
-
-def check_backend(name: str | None) -> None:
-    """Checks that kdist supports a backend and that it is installed, without importing it. Skips `None`.
-
-    Raises:
-        BackendError: If the backend is unknown, or if the backend or Keras is not installed.
-    """
-    check_backend_name(name)
-    if name is None:
-        return
-    for package in (name.lower(), "keras"):
-        if importlib.util.find_spec(package) is None:
-            raise BackendError(
-                f"The package {package}, which the backend {name.lower()!r} needs, is not installed.",
-                received={"backend": name},
-                hint=f"Install it: pip install {package}",
-            )
-
-
-def installed_backends() -> list[str]:
-    """Returns the Keras backends whose packages are installed, without importing them.
-
-    Example:
-
-    >>> from kdist.launch.plan import BACKENDS, installed_backends
-    >>> set(installed_backends()) <= set(BACKENDS)
-    True
-    """
-    return [name for name in BACKENDS if importlib.util.find_spec(name) is not None]
 
 
 def plan_job(

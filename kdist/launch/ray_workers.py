@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kdist.cluster import environment, join_address, liveness
+from kdist.cluster.keras_backends import check_backend_name
 from kdist.errors import InvalidArgumentError, LaunchError, WorkerTimeoutError
 from kdist.launch import shipping
 from kdist.launch.call import Call, Ended, Ending
 from kdist.launch.linux import JOB_VARIABLE
 from kdist.launch.output import LineStream, sinks
-from kdist.launch.plan import THREADS, Place, check_backend_name, is_auto, resolve_num_workers
+from kdist.launch.plan import THREADS, Place, is_auto, resolve_num_workers
 from kdist.launch.ray_actor import WorkerActor
 
 # Exits within these seconds count as one failure, because reports need time to arrive.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 _CONTENTS = {
     "kdist.cluster": ("free_ports",),
-    "kdist.launch.plan": ("installed_backends",),
+    "kdist.cluster.keras_backends": ("installed_backends",),
     "kdist.testing.leaks": ("Snapshot", "check", "no_leaks", "snapshot"),
     "kdist.testing.parity": ("assert_parity",),
     "kdist.testing.pool": ("PoolTimeoutError", "WorkerFailure", "WorkerPool"),
@@ -31,7 +31,7 @@ def __getattr__(name: str) -> Any:
 
 if TYPE_CHECKING:
     from kdist.cluster import free_ports
-    from kdist.launch.plan import installed_backends
+    from kdist.cluster.keras_backends import installed_backends
     from kdist.testing.leaks import Snapshot, check, no_leaks, snapshot
     from kdist.testing.parity import assert_parity
     from kdist.testing.pool import PoolTimeoutError, WorkerFailure, WorkerPool

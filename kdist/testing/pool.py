@@ -16,9 +16,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import IO, Any, Protocol
 
+from kdist.cluster.keras_backends import check_backend
 from kdist.errors import InvalidArgumentError, LaunchError, WorkerTimeoutError
 from kdist.launch import linux, report, shipping
-from kdist.launch.plan import check_backend, plan_job
+from kdist.launch.plan import plan_job
 from kdist.launch.worker_process import start_command
 
 _HEADER = struct.Struct("!Q")

@@ -227,7 +227,7 @@ def test_the_table():
         (["doctor", "--timeout", "0"], "--timeout is not between 1 and"),
         (["doctor", "--num-workers", "many"], "--num-workers is not a whole number of at least 1"),
         (["test", "--num-workers", "1"], "--num-workers is not a whole number of at least 2"),
-        (["doctor", "--backend", "numpy"], "The backend 'numpy' is unknown"),
+        (["doctor", "--backend", "numpy"], "kdist does not support the Keras backend 'numpy'"),
     ],
 )
 def test_wrong_calls(arguments, message, capsys):

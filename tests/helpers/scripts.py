@@ -73,8 +73,8 @@ class Script:
         environment = clean_environment() | env
         self.process: subprocess.Popen[bytes] | Forked
         with open(self._out, "wb") as out, open(self._err, "wb") as err:
-            if not command and env.get("KERAS_BACKEND") in BACKENDS:
-                forks_from = zygote(env["KERAS_BACKEND"], plain="kdist" not in source)
+            if not command and (backend := env.get("KERAS_BACKEND")) in (*BACKENDS, "numpy"):
+                forks_from = zygote(backend, plain="kdist" not in source or backend not in BACKENDS)
                 self.process = forks_from.fork(environment, out, err, path)
             else:
                 self.process = subprocess.Popen(

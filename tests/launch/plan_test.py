@@ -1,5 +1,6 @@
 """The variables of each worker, and the small parts of the launcher."""
 
+import importlib.util
 import io
 import json
 import os
@@ -10,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kdist.cluster import discover
+from kdist.cluster.keras_backends import check_backend
 from kdist.errors import BackendError, ClusterConfigError, InvalidArgumentError
 from kdist.launch import plan as planning
 from kdist.launch import supervisor as supervisor_module
 from kdist.launch.output import LineStream, Sink, Tail
-from kdist.launch.plan import JobPlan, check_backend, idle_gpus, parse_hosts, plan_job, resolve_num_workers
+from kdist.launch.plan import JobPlan, idle_gpus, parse_hosts, plan_job, resolve_num_workers
 from kdist.launch.report import MOST_LINES, failure_block, last_traceback, shell_exit_code
 from kdist.launch.supervisor import Supervisor
 from tests.helpers.ports import neighboring_ports
@@ -126,11 +128,11 @@ def test_backends(monkeypatch):
     check_backend(None)
     with pytest.raises(BackendError, match="one of tensorflow, jax, torch"):
         check_backend("numpy")
-    monkeypatch.setattr(planning.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(BackendError, match="pip install jax"):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BackendError, match="package 'jax' is not installed"):
         check_backend("jax")
-    monkeypatch.setattr(planning.importlib.util, "find_spec", lambda name: None if name == "keras" else 1)
-    with pytest.raises(BackendError, match="pip install keras"):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "keras" else 1)
+    with pytest.raises(BackendError, match="package 'keras' is not installed"):
         check_backend("Torch")
 
 

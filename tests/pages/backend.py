@@ -1,20 +1,26 @@
-"""Writes the second part of docs/contribute/a-backend.md: a backend's methods, from the abstract classes."""
+"""Writes docs/contribute/a-backend.md: the lines of the toy backend, and all methods, from the abstract classes."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from tests.helpers.layers import ROOT
 
 PAGE = ROOT / "docs" / "contribute" / "a-backend.md"
 _MARK = "<!-- from here on written by `python -m tests.pages`, do not edit -->\n"
+TOY = ROOT / "tests" / "backends" / "toy"
 # In the order of the page.
 CLASSES = (
     ("contract", "Backend"),
     ("contract", "Runtime"),
+    ("replica", "Replica"),
+    ("aggregation", "ReplicaScope"),
     ("contract", "StepFunction"),
+    ("model_step", "ReplicatedSteps"),
     ("store", "Store"),
+    ("workers", "JoinedWorkers"),
     ("stalls", "Board"),
     ("kept_gradients", "KeptGradients"),
     ("coordination", "Engine"),
@@ -29,7 +35,9 @@ def abstract_classes() -> dict[tuple[str, str], ast.ClassDef]:
     found = {}
     for path in sorted((ROOT / "kdist" / "backends").glob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef) and "ABC" in map(ast.unparse, node.bases):
+            if isinstance(node, ast.ClassDef) and (
+                "ABC" in map(ast.unparse, node.bases) or (path.stem, node.name) in CLASSES
+            ):
                 found[path.stem, node.name] = node
     return found
 
@@ -62,10 +70,25 @@ def _methods(node: ast.ClassDef, implemented: set[str]) -> Iterator[str]:
             yield f"- `{member.name}`{'' if required else ' (optional)'}: {_first_line(member)}"
 
 
+def toy_lines() -> dict[str, int]:
+    """Returns the number of lines of each class and function of the toy backend, and their sum as "The toy"."""
+    sources = [path.read_text(encoding="utf-8") for path in sorted(TOY.glob("*.py"))]
+    nodes = [node for source in sources for node in ast.parse(source).body]
+    found = {
+        node.name: (node.end_lineno or 0) - node.lineno + 1
+        for node in nodes
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef))
+    }
+    return found | {"The toy": sum(len(source.splitlines()) for source in sources)}
+
+
 def write() -> str:
-    """Returns the page with its manual first part."""
-    found, implemented = abstract_classes(), _implemented()
-    lines = [PAGE.read_text(encoding="utf-8").partition(_MARK)[0] + _MARK]
+    """Returns the page with its manual first part, in which only the numbers of lines change."""
+    found, implemented, lengths = abstract_classes(), _implemented(), toy_lines()
+    manual = PAGE.read_text(encoding="utf-8").partition(_MARK)[0]
+    manual = re.sub(r"`(\w+)` \(\d+ lines\)", lambda m: f"`{m[1]}` ({lengths[m[1]]} lines)", manual)
+    manual = re.sub(r"The toy has \d+ lines", f"The toy has {lengths['The toy']} lines", manual)
+    lines = [manual + _MARK]
     for module, name in CLASSES:
         node = found[module, name]
         lines += [f"## {name}\n", f"`kdist/backends/{module}.py`. {_first_line(node)}\n"]

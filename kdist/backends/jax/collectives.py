@@ -9,6 +9,7 @@ import jax
 import keras
 import numpy as np
 from jax.experimental.buffer_callback import Buffer, ExecutionContext, buffer_callback
+from jax.extend.core import get_opaque_trace_state
 
 from kdist.backends.jax.row_rules import NoRule
 from kdist.communication.shared_memory import SharedMemory
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from kdist.arrays.types import R, T
 
 BATCH_AXIS = "batch"
+# Up to this size, in bytes, copies take less time than a Python object per array.
+_ONE_ARRAY = 256 << 10
 
 
 class Collectives(Protocol):
@@ -37,9 +40,19 @@ class Collectives(Protocol):
 
 
 class MeshCollectives:
-    """The collectives of a program that all devices run with equal tensor shapes."""
+    """The collectives of a program that all devices run with equal tensor shapes.
 
-    def __init__(self, runtime: Any) -> None:
+    Args:
+        runtime: The `JaxCore`.
+        in_memory: Sums in shared memory, or `None` if XLA sums.
+    """
+
+    def __init__(self, runtime: Any, in_memory: SumsInMemory | None = None) -> None:
+        self._memory: SharedMemory | None = runtime.memory
+        self._in_memory = in_memory
+        self.fits_memory = self._memory is not None and runtime.can_fuse  # XLA gathers sharded variables
+        """Whether `SumsInMemory` can compute everything that the program has communicated so far."""
+        self._trace = get_opaque_trace_state()
         self._num_replicas = runtime.num_replicas
         self._num_local = len(runtime.devices)
         self._axes: tuple[str, ...] = runtime.mesh.axis_names
@@ -57,6 +70,13 @@ class MeshCollectives:
         return [total.astype(tensor.dtype) for total, tensor in zip(totals, tensors, strict=True)]
 
     def _sum(self, tensors: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        # A loop, a branch or the derivative of a function has another trace, which cannot pass on the turn.
+        is_outer = get_opaque_trace_state() == self._trace
+        memory = self._memory
+        can_sum = memory is not None and all(memory.can_sum(tensor.dtype) for tensor in tensors)
+        self._require_xla_unless(is_outer and can_sum)
+        if self._in_memory is not None:
+            return [self._in_memory([tensor])[0] for tensor in tensors]
         if self._compression is None:
             return jax.lax.psum(tuple(tensors), self._axes)
         return [
@@ -70,7 +90,14 @@ class MeshCollectives:
         """Returns the rows of all devices. Their numbers are equal, because all devices run one program."""
         if self._num_replicas == 1:
             return rows, 0
+        self._require_xla_unless(False)
         return jax.lax.all_gather(rows, self._axes, tiled=True), self.replica_id * rows.shape[0]
+
+    def _require_xla_unless(self, fits_memory: bool) -> None:
+        """Raises `NoRule` in a program that sums in memory, because XLA's collectives would have no order with it."""
+        self.fits_memory &= fits_memory
+        if self._in_memory is not None and not fits_memory:
+            raise NoRule("a collective that shared memory cannot compute")
 
     def merge(self, function: Callable[[T], R], values: T) -> R:
         """Calls a function on every device with the values of all devices of its worker."""
@@ -109,6 +136,28 @@ def sum_of_16_bits(tensor: jax.Array, axes: str | tuple[str, ...], number: int) 
     return lax.bitcast_convert_type(bits[: tensor.size], dtype).reshape(tensor.shape)
 
 
+def next_turn(runtime: Any) -> jax.Array | np.ndarray:
+    """Returns the array with which a program starts its sums in shared memory; see `SumsInMemory`."""
+    memory = runtime.memory
+    if memory is None:
+        return np.zeros((), np.int32)
+    if memory.turn is None or _has_failed(memory.turn):
+        memory.turn = runtime.place_state(np.int32(0))
+    return memory.turn
+
+
+def _has_failed(array: jax.Array) -> bool:
+    """Returns whether the program that computes an array has failed, or another program has reused the array."""
+    if array.is_deleted():  # `is_ready` would crash (jaxlib 0.10.2)
+        return True
+    try:
+        if array.is_ready():
+            array.block_until_ready()
+    except (RuntimeError, ValueError):
+        return True
+    return False
+
+
 class SumsOfXla:
     """Sums arrays of one dtype as one flat array, with an all-reduce of XLA."""
 
@@ -116,12 +165,18 @@ class SumsOfXla:
         self._axis, self._number, self._compression = axis, number, compression
 
     def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        flat = jax.numpy.concatenate([jax.numpy.ravel(array) for array in arrays])
-        ends = np.cumsum([array.size for array in arrays])[:-1].tolist()
+        return as_one_array(self._sum, arrays)
+
+    def _sum(self, flat: jax.Array) -> jax.Array:
         is_small = flat.dtype.name == self._compression
-        total = sum_of_16_bits(flat, self._axis, self._number) if is_small else jax.lax.psum(flat, self._axis)
-        parts = jax.numpy.split(total, ends)
-        return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
+        return sum_of_16_bits(flat, self._axis, self._number) if is_small else jax.lax.psum(flat, self._axis)
+
+
+def as_one_array(function: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Applies a function to arrays of one dtype as one flat array."""
+    flat = function(jax.numpy.concatenate([jax.numpy.ravel(array) for array in arrays]))
+    parts = jax.numpy.split(flat, np.cumsum([array.size for array in arrays])[:-1].tolist())
+    return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 class SumsInMemory:
@@ -139,6 +194,8 @@ class SumsInMemory:
     def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         if not self._memory.can_sum(arrays[0].dtype):
             raise NoRule(f"a sum of dtype {arrays[0].dtype}")
+        if len(arrays) > 1 and sum(array.size * array.dtype.itemsize for array in arrays) <= _ONE_ARRAY:
+            return as_one_array(lambda flat: self([flat])[0], arrays)
         shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (self.turn, *arrays)]
         self.turn, *summed = buffer_callback(self._sum, shapes)(self.turn, *arrays)
         return summed

@@ -35,6 +35,8 @@ def first_unfinished() -> str | None:
 
 
 def _has_ended(array: jax.Array) -> bool:
+    if array.is_deleted():  # a later program reuses it; `is_ready` could crash (jaxlib 0.10.2)
+        return True
     try:
         if array.is_ready():
             array.block_until_ready()

@@ -10,34 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import keras
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from kdist import keras_hooks
-from kdist.arrays.rows import torch_to_numpy
 from kdist.backends import debugging
 from kdist.backends.gradients import check_loss, split_aux
 from kdist.backends.jax import tables, uneven_run
-from kdist.backends.jax.collectives import MeshCollectives
+from kdist.backends.jax.collectives import MeshCollectives, SumsInMemory, next_turn
 from kdist.backends.jax.components import has_components
 from kdist.backends.jax.core import JaxCore
-from kdist.backends.jax.programs import (
-    Outputs,
-    Placed,
-    Template,
-    constant_key,
-    discover,
-    function_key,
-    is_array,
-)
+from kdist.backends.jax.programs import Call, Outputs, Placed, discover, function_key
 from kdist.backends.jax.replicas import JaxReplica
+from kdist.backends.jax.row_rules import NoRule
 from kdist.backends.jax.scopes import GradientScope, JaxScope, PlainScope, Values, initial_value
 from kdist.backends.jax.storage import divided, stored
 from kdist.backends.jax.tables import Tables
 from kdist.cluster import logs
 from kdist.communication.options import hint_ignored
 from kdist.context import current_replica
-from kdist.errors import InvalidArgumentError, KdistError
+from kdist.errors import KdistError
 from kdist.values import DistributedValues
 
 if TYPE_CHECKING:
@@ -68,7 +59,7 @@ class Functions:
         """Calls the user's function in every replica."""
         leave_function()
         runtime = self._runtime
-        call = _Call(args, kwargs, len(runtime.devices))
+        call = Call(args, kwargs, len(runtime.devices))
         key = (function_key(fn), call.key())
         if uneven_run.on_any_worker(runtime, call.data):
             return uneven_run.run(runtime, strategy, fn, call, self.placed)
@@ -116,50 +107,11 @@ def leave_function() -> None:
         raise SpeaksForAll
 
 
-class _Call(Template):
-    """The arguments of one call: constants, and arrays with one value per local replica."""
-
-    def __init__(self, args: tuple[object, ...], kwargs: dict[str, object], num_local: int) -> None:
-        super().__init__((args, kwargs), lambda leaf: _parts(leaf, num_local))
-        self.constants = list(map(_same_constant, self.constants))
-
-    def key(self) -> Hashable:
-        """Returns a key that is equal for all calls that can run the same program."""
-        shapes = tuple((tuple(parts[0].shape), str(parts[0].dtype)) for parts in self.data)
-        return repr(self._structure), constant_key(tuple(self.constants)), shapes
-
-
-def _parts(leaf: object, num_local: int) -> list[jax.Array | np.ndarray] | None:
-    """Returns one array per local replica, or `None` for a constant."""
-    if isinstance(leaf, DistributedValues):
-        parts = [part if is_array(part) else np.asarray(part) for part in leaf.values]
-        return None if any(part.dtype.kind in "OSU" for part in parts) else parts
-    if hasattr(leaf, "detach"):
-        leaf = torch_to_numpy(leaf)
-    if isinstance(leaf, float):
-        leaf = np.float32(leaf)
-    return [leaf] * num_local if is_array(leaf) else None
-
-
-def _same_constant(leaf: object) -> object:
-    if not isinstance(leaf, DistributedValues):
-        return leaf
-    first = leaf.values[0]
-    if all(constant_key(value) == constant_key(first) for value in leaf.values):
-        return first
-    raise InvalidArgumentError(
-        "An argument differs between the replicas, but is not a number or an array. On JAX, all replicas run one "
-        "program.",
-        received={"value": leaf},
-        hint="Pass numbers or arrays, or the same object to all replicas.",
-    )
-
-
 class _Program:
     """A user function, compiled for arguments with the same key as its first call."""
 
     def __init__(
-        self, runtime: JaxCore, strategy: StrategyLike, fn: Callable[..., object], call: _Call
+        self, runtime: JaxCore, strategy: StrategyLike, fn: Callable[..., object], call: Call
     ) -> None:
         self._runtime = runtime
         self._strategy = strategy
@@ -172,16 +124,18 @@ class _Program:
         self._knows_written = True
         self._ids = jax.jit(self._find_ids)
         shardings = runtime.shardings(self._written)
-        results = {} if shardings is None else {"out_shardings": (shardings, None)}
+        results = {} if shardings is None else {"out_shardings": (None, (shardings, None))}
         self._compiled = jax.jit(self._whole, donate_argnums=0, **results)
 
-    def __call__(self, placed: Placed, call: _Call) -> Sequence[Structure]:
+    def __call__(self, placed: Placed, call: Call) -> Sequence[Structure]:
         debugging.check_all(self._runtime, self._collectives)
         inputs = self._runtime.join_values(call.data)
         written = placed.read(self._written, donated=True)
         read = placed.read(self._only_read)
         looked = self._tables.pull(lambda: self._ids(written, read, inputs))
-        state, outputs = self._compiled(written, read, looked, inputs)
+        turn, (state, outputs) = self._compiled(written, next_turn(self._runtime), read, looked, inputs)
+        if self._runtime.memory is not None:
+            self._runtime.memory.turn = turn
         placed.write(self._written, state)
         self._runtime.throttle((state, outputs))
         # `addressable_data` would return any shard, because the array is declared equal on all devices.
@@ -190,7 +144,7 @@ class _Program:
         pairs = [*zip(shards, self._outputs.same, strict=True)]
         return [self._outputs.fill([p[0 if same else i].data for p, same in pairs]) for i in range(number)]
 
-    def _discover(self, call: _Call) -> list[keras.Variable]:
+    def _discover(self, call: Call) -> list[keras.Variable]:
         """Traces the function without compiling it, until all its variables are known."""
         inputs = self._runtime.join_values(call.data)
         large = getattr(self._strategy, "tables", ())  # only with parameter servers
@@ -207,22 +161,31 @@ class _Program:
     def _whole(
         self,
         written: Sequence[Held],
+        turn: jax.Array,
         read: Sequence[Held],
         looked: Sequence[Sequence[jax.Array]],
         inputs: Sequence[jax.Array],
-    ) -> tuple[list[Held], list[jax.Array]]:
+    ) -> tuple[jax.Array, tuple[list[Held], list[jax.Array]]]:
         def body(
+            turn: jax.Array,
             written: Sequence[Held],
             read: Sequence[Held],
             looked: Sequence[Sequence[jax.Array]],
             inputs: Sequence[jax.Array],
-        ) -> tuple[list[Held], list[jax.Array]]:
+        ) -> tuple[jax.Array, tuple[list[Held], list[jax.Array]]]:
+            memory = self._runtime.memory
+            sums = SumsInMemory(memory, turn) if self._fits_memory and memory is not None else None
             with self._tables.look(looked):
-                return self._replica(self._values(written, read), inputs)
+                results = self._replica(self._values(written, read), inputs, sums)
+            return turn if sums is None else sums.turn, results
 
         written, read = list(map(divided, self._written, written)), list(map(divided, self._only_read, read))
-        state, outputs = self._over_mesh(body)(written, read, looked, inputs)
-        return list(map(stored, self._written, state)), outputs
+        try:
+            turn, (state, outputs) = self._over_mesh(body)(turn, written, read, looked, inputs)
+        except NoRule:  # this trace took another branch of the function than the first trace
+            self._fits_memory = False
+            turn, (state, outputs) = self._over_mesh(body)(turn, written, read, looked, inputs)
+        return turn, (list(map(stored, self._written, state)), outputs)
 
     def _find_ids(
         self, written: Sequence[Held], read: Sequence[Held], inputs: Sequence[jax.Array]
@@ -254,18 +217,22 @@ class _Program:
 
         return mapped
 
-    def _replica(self, values: Values, inputs: Sequence[jax.Array]) -> tuple[list[Held], list[jax.Array]]:
+    def _replica(
+        self, values: Values, inputs: Sequence[jax.Array], sums: SumsInMemory | None = None
+    ) -> tuple[list[Held], list[jax.Array]]:
         """Runs the function on one device; returns the values of written variables and the arrays."""
         if self._num_replicas > 1:
             inputs = [part[0] if scalar else part for part, scalar in zip(inputs, self._scalar, strict=True)]
-        replica = JaxReplica(self._strategy, MeshCollectives(self._runtime))
+        collectives = MeshCollectives(self._runtime, sums)
+        replica = JaxReplica(self._strategy, collectives)
         try:
             with replica, JaxScope(replica, values) as scope:
                 args, kwargs = self._call.fill(inputs)
                 result = self._fn(*args, **kwargs)
                 scope.aggregate()
             self._collectives = replica.log
-        except KdistError:
+            self._fits_memory = collectives.fits_memory
+        except (KdistError, NoRule):
             raise
         except Exception as error:
             error.add_note("Raised in the function of all replicas: JAX traces it once.")
@@ -310,7 +277,7 @@ class _Function:
             return self._fn(*args, **kwargs)
         if not self._was_called:
             return self._call_first(args, kwargs)
-        call = _Call(args, kwargs, 1)
+        call = Call(args, kwargs, 1)
         key = call.key()
         try:
             if key not in self._programs:
@@ -333,7 +300,7 @@ class _Function:
 class _PlainProgram:
     """A function that runs outside replicas, compiled for arguments with the same key."""
 
-    def __init__(self, fn: Callable[..., object], call: _Call) -> None:
+    def __init__(self, fn: Callable[..., object], call: Call) -> None:
         self._fn = fn
         self._call = call
         values = discover(
@@ -345,7 +312,7 @@ class _PlainProgram:
             lambda values, data: self._trace(Values(self._variables, values, initial_value), data)
         )
 
-    def __call__(self, call: _Call) -> Structure:
+    def __call__(self, call: Call) -> Structure:
         values = [variable.value for variable in self._variables]
         state, arrays = self._compiled(values, [parts[0] for parts in call.data])
         for variable, value in zip(self._written, state, strict=True):

@@ -20,12 +20,15 @@ import keras
 import numpy as np
 
 from kdist import keras_hooks
+from kdist.arrays.rows import torch_to_numpy
 from kdist.backends.aggregation import is_on_read
 from kdist.backends.jax.components import has_components, place_components, place_shares
 from kdist.backends.jax.core import JaxCore
 from kdist.backends.jax.scopes import Values, initial_value
 from kdist.backends.jax.storage import is_divided
 from kdist.backends.variable_table import VariableTable
+from kdist.errors import InvalidArgumentError
+from kdist.values import DistributedValues
 
 if TYPE_CHECKING:
     from typing import TypeGuard
@@ -198,6 +201,45 @@ class Template:
         left = iter(data)
         pairs = zip(self._is_data, self.constants, strict=True)
         return keras.tree.pack_sequence_as(self._structure, [next(left) if d else c for d, c in pairs])
+
+
+class Call(Template):
+    """The arguments of one call: constants, and arrays with one value per local replica."""
+
+    def __init__(self, args: tuple[object, ...], kwargs: dict[str, object], num_local: int) -> None:
+        super().__init__((args, kwargs), lambda leaf: _parts(leaf, num_local))
+        self.constants = list(map(_same_constant, self.constants))
+
+    def key(self) -> Hashable:
+        """Returns a key that is equal for all calls that can run the same program."""
+        shapes = tuple((tuple(parts[0].shape), str(parts[0].dtype)) for parts in self.data)
+        return repr(self._structure), constant_key(tuple(self.constants)), shapes
+
+
+def _parts(leaf: object, num_local: int) -> list[jax.Array | np.ndarray] | None:
+    """Returns one array per local replica, or `None` for a constant."""
+    if isinstance(leaf, DistributedValues):
+        parts = [part if is_array(part) else np.asarray(part) for part in leaf.values]
+        return None if any(part.dtype.kind in "OSU" for part in parts) else parts
+    if hasattr(leaf, "detach"):
+        leaf = torch_to_numpy(leaf)
+    if isinstance(leaf, float):
+        leaf = np.float32(leaf)
+    return [leaf] * num_local if is_array(leaf) else None
+
+
+def _same_constant(leaf: object) -> object:
+    if not isinstance(leaf, DistributedValues):
+        return leaf
+    first = leaf.values[0]
+    if all(constant_key(value) == constant_key(first) for value in leaf.values):
+        return first
+    raise InvalidArgumentError(
+        "An argument differs between the replicas, but is not a number or an array. On JAX, all replicas run one "
+        "program.",
+        received={"value": leaf},
+        hint="Pass numbers or arrays, or the same object to all replicas.",
+    )
 
 
 class Outputs(Template):

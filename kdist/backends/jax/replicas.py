@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import keras
+from jax.extend.core import get_opaque_trace_state
 
 from kdist.backends.jax.collectives import Collectives
 from kdist.backends.replica import Replica, equal_shares
@@ -32,6 +33,7 @@ class JaxReplica(Replica):
             is_model_step=False,
         )
         self._collectives = collectives
+        self._trace = get_opaque_trace_state()
         self.same: list[jax.Array] = []
         """The arrays that `merge_call` returned to all local replicas."""
 
@@ -47,6 +49,8 @@ class JaxReplica(Replica):
 
     def all_reduce_with_gradient(self, tensor: jax.Array) -> jax.Array:
         """Sums a tensor over all replicas; its gradient is the sum of the replicas' gradients."""
+        if get_opaque_trace_state() == self._trace:  # nothing computes a gradient here
+            return self._collectives.sum([tensor])[0]
 
         @jax.custom_vjp
         def total(x: jax.Array) -> jax.Array:

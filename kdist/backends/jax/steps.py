@@ -23,6 +23,7 @@ from kdist.arrays.gathering import gather_rows
 from kdist.arrays.splitting import have_all_rows
 from kdist.backends.contract import ReplicaBatches
 from kdist.backends.jax import moments
+from kdist.backends.jax.collectives import next_turn
 from kdist.backends.jax.core import JaxCore
 from kdist.backends.jax.fused_sums import GRADIENT, over_rows
 from kdist.backends.jax.kept_gradients import CannotKeep, Kept, KeptOnDevices
@@ -186,9 +187,7 @@ class JaxSteps(KeepingSteps[KeptOnDevices]):
 
     def _run_fused(self, data: Structure, is_loop: bool) -> Structure:
         memory, kept = self.runtime.memory, self.kept if self.keeps else None
-        if memory is not None and memory.turn is None:
-            memory.turn = self.runtime.place_state(np.int32(0))
-        turn = np.int32(0) if memory is None else memory.turn
+        turn = next_turn(self.runtime)
         arrays: list[jax.Array] = []
         if kept is not None:
             kept.next_batch()
@@ -321,8 +320,6 @@ class JaxSteps(KeepingSteps[KeptOnDevices]):
         except (RuntimeError, ValueError):  # deleted, or a backend error
             keras_hooks.hide_state(self.model)
             self._state = None
-            if self.runtime.memory is not None:
-                self.runtime.memory.turn = None
 
 
 def _state_variables(model: keras.Model, kind: str) -> list[Sequence[keras.Variable]]:

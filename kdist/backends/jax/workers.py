@@ -67,7 +67,7 @@ class JoinedWorkers(workers.JoinedWorkers):
             self.memory.check_others = lambda: self._watch.check(tells=False)
 
     def _gather_pieces(self, data: bytes) -> list[bytes]:
-        """Gathers data through the key-value store of the service."""
+        """Gathers data without a thread, because workers that divide rows unevenly wait for it at every step."""
         self._watch.check()
         with self._told():
             return self.mail.gather(data)

@@ -18,7 +18,7 @@ from kdist.backends.tensorflow import iteration
 from kdist.backends.tensorflow.core import TensorFlowCore, aligned
 from kdist.backends.tensorflow.replicas import TensorFlowReplica, TensorFlowScope
 from kdist.context import StrategyLike, current_replica, joined_strategy
-from kdist.values import Tensor, component
+from kdist.values import Tensor
 
 _Result = TypeVar("_Result")
 
@@ -82,11 +82,7 @@ def run(
     def body(replica: TensorFlowReplica, index: int) -> object:
         logs[index] = replica.log
         try:
-            own_args, own_kwargs = component((args, kwargs), index, keras.tree.map_structure)
-            result = called(*own_args, **own_kwargs)
-            assert replica.scope is not None
-            replica.scope.aggregate()
-            return result
+            return replica.call(called, args, kwargs)
         except Exception as error:
             error.add_note(f"Raised in replica {runtime.replica_ids[index]} ({runtime.devices[index]}).")
             raise

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
 from kdist import keras_hooks
-from kdist.arrays.structures import joined
 from kdist.backends import debugging
 from kdist.backends.aggregation import ReplicaScope, check_branch
 from kdist.backends.replica import WIDE, Replica
 from kdist.backends.tensorflow.collectives import SumsOfGraphs
 from kdist.backends.tensorflow.components import is_shared, native_of
 from kdist.context import StrategyLike, cross_replica
-from kdist.values import component
 
 if TYPE_CHECKING:
-    from kdist.arrays.types import Scalar
+    from kdist.arrays.types import R, Scalar, T
     from kdist.backends.tensorflow.core import TensorFlowCore
 
 
@@ -154,49 +152,30 @@ class TensorFlowReplica(Replica):
         if not self.strategy.runtime.is_central or self.num_replicas_in_sync == 1:
             return super().apply_gradients(apply)
 
-        def apply_once(strategy: StrategyLike) -> object:
-            with HolderScope(self):
+        def apply_once(_: object) -> object:
+            with cross_replica(self.strategy), HolderScope(self):
                 return apply()
 
-        return self._merge(apply_once, (), {})
+        return self.call_once("apply_gradients", None, apply_once)
 
-    def merge_call(
-        self,
-        merge_fn: Callable[..., object],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> Any:
-        """Calls the function with the `merge_call` of `tf.distribute`, after pending writes are aggregated."""
-        self.require_running("merge_call")
+    def call_once(self, what: str, value: T, merge: Callable[[Sequence[T]], R]) -> R:
+        """Calls the function with the `merge_call` of `tf.distribute`."""
         self._require_no_xla()
-        assert self.scope is not None
-        self.scope.aggregate()
 
-        def committed(strategy: StrategyLike, *args: object, **kwargs: object) -> object:
-            self.scope.commit()  # the function uses the shared variables themselves
-            return merge_fn(strategy, *args, **kwargs)
-
-        return self._merge(committed, args, kwargs or {})
-
-    def _merge(
-        self, merge_fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> Any:
         # Boxes hide the structure and its tensors from TensorFlow, which would flatten it.
-        caught: list[object] = []
-
         @tf.autograph.experimental.do_not_convert
-        def merge(native: tf.distribute.Strategy, values: _Boxed | tf.distribute.DistributedValues) -> None:
-            boxes = values.values if isinstance(values, tf.distribute.DistributedValues) else [values]
-            merged_args, merged_kwargs = joined([box.value for box in boxes])
-            with cross_replica(self.strategy):
-                caught.append(merge_fn(self.strategy, *merged_args, **merged_kwargs))
+        def merge_boxes(
+            native: tf.distribute.Strategy, found: _Boxed | tf.distribute.DistributedValues
+        ) -> None:
+            boxes = found.values if isinstance(found, tf.distribute.DistributedValues) else [found]
+            result = merge([box.value for box in boxes])
             for box in boxes:
-                box.result = caught[0]
+                box.result = result
 
-        mine = _Boxed((tuple(args), dict(kwargs)))
-        tf.distribute.get_replica_context().merge_call(merge, args=(mine,))
+        mine = _Boxed(value)
+        tf.distribute.get_replica_context().merge_call(merge_boxes, args=(mine,))
         self.scope.enter_again()
-        return component(mine.result, self.local_index, keras.tree.map_structure)
+        return mine.result
 
 
 class _Boxed:
@@ -204,7 +183,7 @@ class _Boxed:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-        self.result: object = None
+        self.result: Any = None
 
 
 class TensorFlowScope(ReplicaScope):
@@ -294,6 +273,11 @@ class TensorFlowScope(ReplicaScope):
         """Stores the aggregated value, from which later writes in the same step are counted."""
         super().aggregated(variable, value)
         self._at_start[id(variable)] = tf.identity(value)
+
+    def change_real_variables(self, change: Callable[[], R]) -> R:
+        """Writes shared variables back, because the function uses the variables themselves."""
+        self.commit()
+        return change()
 
     def commit(self) -> None:
         """Writes shared variables back after all replicas have ended."""

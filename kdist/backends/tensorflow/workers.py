@@ -134,13 +134,6 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
                 messages = self._gather_words(data, longest)
         return [message[:length] for message, length in zip(messages, lengths, strict=True)]
 
-    def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
-        """Gathers messages in a background thread.
-
-        It does not use a collective, which would have to wait for the collectives of running steps.
-        """
-        return self.mail.begin(data)
-
     def waits_in(self, filename: str) -> bool:
         """Returns whether a thread in this file waits inside TensorFlow, but not for data."""
         return filename.startswith(_ENGINE) and not filename.startswith(_DATA)

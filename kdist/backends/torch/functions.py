@@ -19,7 +19,6 @@ from kdist.backends.torch.core import TorchCore
 from kdist.backends.torch.devices import ThreadStates, keras_device
 from kdist.backends.torch.recording import Recording
 from kdist.backends.torch.replicas import TorchReplica, TorchScope
-from kdist.values import component
 
 if TYPE_CHECKING:
     from kdist.arrays.types import P, R, Structure, T, Tensor
@@ -83,10 +82,7 @@ def run(
     """Calls the user's function in every local replica, and aggregates its writes to variables."""
 
     def body(replica: TorchReplica, index: int) -> Structure:
-        own_args, own_kwargs = component((args, kwargs), index, keras.tree.map_structure)
-        result = fn(*own_args, **own_kwargs)
-        assert replica.scope is not None
-        replica.scope.aggregate()
+        result = replica.call(fn, args, kwargs)
         replica.note(debugging.END, [])
         return result
 

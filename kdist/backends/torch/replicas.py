@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -12,8 +12,7 @@ import keras
 import torch
 
 from kdist import keras_hooks
-from kdist.arrays.structures import joined
-from kdist.arrays.types import Scalar, T
+from kdist.arrays.types import R, Scalar, T
 from kdist.backends import debugging
 from kdist.backends.aggregation import ReplicaScope
 from kdist.backends.replica import Replica, RowShare
@@ -23,8 +22,7 @@ from kdist.backends.torch.divided import Divided, DTensor, on_parts
 from kdist.backends.torch.recording import Recording, exchange
 from kdist.backends.torch.schedule import buckets
 from kdist.backends.torch.workers import Workers
-from kdist.context import StrategyLike, cross_replica
-from kdist.values import component
+from kdist.context import StrategyLike
 
 Tensors = list[torch.Tensor]
 # Up to this number of replicas, one collective for the moments is faster than three smaller ones.
@@ -188,24 +186,9 @@ class TorchReplica(Replica):
         whole, starts = self._baton.meet(self.local_index, what, mine, combine)
         return whole.to(tensor.device), starts[self.local_index]
 
-    def merge_call(
-        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Calls the function once for all local replicas, in the last one, on the real variables."""
-        self.require_running("merge_call")
-        assert self.scope is not None
-        self.scope.aggregate()
-
-        def combine(values: Sequence[tuple[tuple[object, ...], dict[str, object]]]) -> object:
-            joined_args, joined_kwargs = joined(values)
-            assert isinstance(self.scope, TorchScope)
-            with cross_replica(self.strategy):
-                call = functools.partial(merge_fn, self.strategy, *joined_args, **joined_kwargs)
-                return self.scope.change_real_variables(call)
-
-        mine = (tuple(args), dict(kwargs or {}))
-        result = self._baton.meet(self.local_index, ("merge_call", None), mine, combine)
-        return component(result, self.local_index, keras.tree.map_structure)
+    def call_once(self, what: str, value: T, merge: Callable[[Sequence[T]], R]) -> R:
+        """Calls the function in the last local replica."""
+        return self._baton.meet(self.local_index, (what, None), value, merge)
 
     def _sum_in_place(self, tensors: Tensors, dtype: str | None = None) -> Tensors:
         what = ("sum", [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors])

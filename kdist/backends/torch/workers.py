@@ -137,10 +137,6 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
             self._finish(dist.all_gather(parts, tensor, group=group, async_op=True), tensor)
         return parts
 
-    def _gather_pieces(self, data: bytes) -> list[bytes]:
-        """Gathers messages with one collective, or with two if a message is long."""
-        return self.begin_gather_bytes(data)()
-
     def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
         """Starts to gather a message from each worker. Returns a function that waits for all of them."""
         head = _uint8(len(data).to_bytes(8, "little") + data[:_SHORT].ljust(_SHORT, b"\0"))

@@ -8,9 +8,9 @@ import re
 from pathlib import PurePosixPath
 
 from kdist.cluster import environment
+from kdist.cluster.keras_backends import check_backend_name
 from kdist.errors import InvalidArgumentError
 from kdist.launch.options import ENV_HELP, environment_variables, target, whole_number
-from kdist.launch.plan import check_backend_name
 
 # A DNS label, because Kubernetes creates host names from it. Host names have at most 63 characters, and the
 # index of the worker and a random suffix follow the name.
