@@ -93,7 +93,7 @@ docs: .venv/ready
 	.venv/bin/mkdocs build --strict
 
 bench: .venv/ready
-	for backend in jax torch tensorflow; do .venv/bin/python benchmarks/step_time.py $$backend || exit 1; .venv/bin/python benchmarks/input_speed.py $$backend || exit 1; .venv/bin/python benchmarks/loop_time.py $$backend || exit 1; .venv/bin/python benchmarks/exchange_time.py $$backend || exit 1; .venv/bin/python benchmarks/checkpoint_speed.py $$backend || exit 1; .venv/bin/python benchmarks/parameter_servers.py $$backend steps transfers rows || exit 1; done
+	for backend in jax torch tensorflow; do .venv/bin/python benchmarks/step_time.py $$backend || exit 1; .venv/bin/python benchmarks/input_speed.py $$backend || exit 1; .venv/bin/python benchmarks/loop_time.py $$backend || exit 1; .venv/bin/kdist bench --collectives --backend $$backend -n 2 || exit 1; .venv/bin/python benchmarks/checkpoint_speed.py $$backend || exit 1; .venv/bin/python benchmarks/parameter_servers.py $$backend steps transfers rows || exit 1; done
 	.venv/bin/python benchmarks/sharded_memory.py jax
 	.venv/bin/python benchmarks/control_plane.py
 	for backend in jax torch tensorflow; do .venv/bin/python benchmarks/over_loops.py $$backend || exit 1; done

@@ -5,14 +5,15 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from kdist.cluster.roles import number_of
 from kdist.launch.module import run_module
 from kdist.launch.plan import count_cores
-from kdist.measuring.drawing import COLORS, GREY, Chart, Report, draw_shares
+from kdist.measuring.contenders import CONTENDERS, Compared, spread
+from kdist.measuring.drawing import COLORS, GREY, Chart, Report, draw_shares, draw_spread
 from kdist.measuring.shares import COMPUTE, EXCHANGE, INPUT, MESSAGES, PROGRAM, PYTHON, shares_of
 from kdist.tracing import Totals
 from kdist.tracing.pace import Pace, pace_of
@@ -50,6 +51,12 @@ class Measured:
     about: dict[str, Any]
     rounds: Sequence[Sequence[Totals]]
 
+    @classmethod
+    def of(cls, results: Sequence[dict[str, Any]]) -> Measured:
+        """Joins the results of jobs with equal workers."""
+        rounds = [workers for result in results for workers in result["rounds"]]
+        return cls(results[0]["about"], [[Totals(**totals) for totals in workers] for workers in rounds])
+
     @property
     def num_workers(self) -> int:
         """The number of workers."""
@@ -75,12 +82,18 @@ class Measured:
         return statistics.median(pace.rows_per_second for pace in self.paces())
 
     @property
+    def seconds(self) -> list[float]:
+        """The seconds of the slowest worker in each round."""
+        return [max(totals.training for totals in workers) for workers in self.rounds]
+
+    @property
     def steps_per_second(self) -> float:
         """The steps per second, in the median round."""
-        longest = [max(totals.training for totals in workers) for workers in self.rounds]
-        return statistics.median(
-            workers[0].steps / seconds for workers, seconds in zip(self.rounds, longest, strict=True)
-        )
+        return self.steps / statistics.median(self.seconds)
+
+    def over(self, compared: Compared) -> list[float]:
+        """Returns the time divided by the time of a contender, per round. Below 1, kdist is faster."""
+        return [ours / theirs for ours, theirs in zip(self.seconds, compared.seconds, strict=True)]
 
     def shares(self) -> dict[str, float]:
         """Returns the share of the time per activity, averaged over workers and rounds."""
@@ -88,59 +101,40 @@ class Measured:
         return {name: statistics.mean(shares[name] for shares in all_shares) for name in all_shares[0]}
 
 
-@dataclass(frozen=True)
-class KerasSpeed:
-    """The speed of plain Keras: the same model and batches, without a strategy.
+def measure(
+    plan: Plan, numbers: Sequence[int], contenders: Sequence[str] = ()
+) -> tuple[list[Measured], list[Compared]]:
+    """Trains with each number of workers on this machine, with kdist and with contenders.
 
-    Args:
-        seconds: The seconds of each round.
-        rows: The rows per round.
-        steps: The steps per round.
-    """
-
-    seconds: Sequence[float]
-    rows: int
-    steps: int
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns the speed of the median round, and all rounds."""
-        median = statistics.median(self.seconds)
-        speeds = {"steps_per_second": self.steps / median, "rows_per_second": self.rows / median}
-        return {**speeds, "seconds": list(self.seconds)}
-
-
-def measure_keras(plan: Plan) -> KerasSpeed:
-    """Trains without kdist in one process.
-
-    Raises:
-        LaunchError: If the process failed. Its output has been printed.
-    """
-    return KerasSpeed(**_run(plan, 0, "--without-kdist"))
-
-
-def measure(plan: Plan, num_workers: int) -> Measured:
-    """Trains with `num_workers` workers on this machine, and starts them as `kdist run` does.
+    With contenders, each round consists of new jobs, one after another, so that other load affects all alike.
 
     Raises:
         LaunchError: If the workers failed. Their output has been printed.
     """
-    result = _run(plan, num_workers)
-    rounds = [[Totals(**totals) for totals in workers] for workers in result["rounds"]]
-    return Measured(result["about"], rounds)
+    jobs = [("kdist", number) for number in numbers]
+    jobs += [(name, number) for name in contenders for number in ([0] if name == "keras" else numbers)]
+    results: dict[tuple[str, int], list[dict[str, Any]]] = {job: [] for job in jobs}
+    turns = plan.rounds if contenders else 1
+    for turn in range(turns):
+        for name, number in jobs:
+            print(f"round {turn + 1} of {turns}, {CONTENDERS[name][0]}: ", end="") if contenders else None
+            results[name, number].append(run(plan, number, name, plan.rounds // turns))
+    ours = [Measured.of(results.pop(("kdist", number))) for number in numbers]
+    return ours, [
+        Compared(*job, [s for part in found for s in part["seconds"]], found[-1]["loss"])
+        for job, found in results.items()
+    ]
 
 
-def _run(plan: Plan, num_workers: int, *more: str) -> dict[str, Any]:
-    flags = ["--batch-size", plan.batch_size, "--steps", plan.steps, "--rounds", plan.rounds]
+def run(plan: Plan, num_workers: int, kind: str, rounds: int) -> dict[str, Any]:
+    """Runs a job that measures kdist, a contender or collectives, and returns its result as JSON."""
+    print(number_of("worker", num_workers) if num_workers else "one device", "…", flush=True)
+    flags = ["--kind", kind, "--batch-size", plan.batch_size, "--steps", plan.steps, "--rounds", rounds]
     flags += ["--model", plan.model] if plan.model else []
     with tempfile.TemporaryDirectory(prefix="kdist-bench-") as folder:
-        return run_module(
-            "kdist.measuring.bench_worker",
-            plan.backend,
-            num_workers,
-            Path(folder) / "result.json",
-            *map(str, flags),
-            *more,
-        )
+        result = Path(folder) / "result.json"
+        module = "kdist.measuring.bench_worker"
+        return run_module(module, plan.backend, num_workers, result, *map(str, flags))
 
 
 def efficiency(measured: Measured, first: Measured) -> float:
@@ -155,15 +149,27 @@ def _promised(measured: Measured, first: Measured) -> float:
     return first.rows_per_second * measured.about["num_replicas"] / first.about["num_replicas"]
 
 
-def table(everyone: Sequence[Measured], plain: KerasSpeed | None = None) -> list[list[str]]:
+def table(everyone: Sequence[Measured]) -> list[list[str]]:
     """Returns the rows of the table. The first row is the header, and `-` marks unknown values."""
     head = ["workers", "steps/s", "rows/s", "efficiency", "compute", "exchange", "both", "input", "Python"]
-    rows = [_row(measured, everyone[0]) for measured in everyone]
-    if plain is not None:
-        speeds = plain.as_json()
-        numbers = [f"{speeds['steps_per_second']:.2f}", f"{speeds['rows_per_second']:,.0f}"]
-        rows.insert(0, ["plain Keras", *numbers, *["-"] * (len(head) - 3)])
-    return [head, *rows]
+    return [head, *(_row(measured, everyone[0]) for measured in everyone)]
+
+
+def comparison(everyone: Sequence[Measured], compared: Sequence[Compared]) -> list[list[str]]:
+    """Returns the rows of the table of contenders; empty without contenders."""
+    rows = [["workers", "trained by", "steps/s", "time of kdist over it"]]
+    for measured in everyone:
+        number, steps = str(measured.num_workers), measured.steps
+        rows.append([number, "kdist", spread([steps / seconds for seconds in measured.seconds]), "-"])
+        for one in _beside(measured, compared):
+            speeds = spread([steps / seconds for seconds in one.seconds])
+            rows.append([number, CONTENDERS[one.name][0], speeds, spread(measured.over(one))])
+    return rows if compared else []
+
+
+def _beside(measured: Measured, compared: Sequence[Compared]) -> list[Compared]:
+    """Returns the contenders for the same number of workers. Plain Keras is a contender for every number."""
+    return [one for one in compared if one.num_workers in (0, measured.num_workers)]
 
 
 def _row(measured: Measured, first: Measured) -> list[str]:
@@ -180,7 +186,7 @@ def _row(measured: Measured, first: Measured) -> list[str]:
     ]
 
 
-def notes(plan: Plan, everyone: Sequence[Measured]) -> list[str]:
+def notes(plan: Plan, everyone: Sequence[Measured], compared: Sequence[Compared] = ()) -> list[str]:
     """Returns notes on the table, of one or two sentences each."""
     steps, rows = everyone[0].steps, everyone[0].rounds[0][0].rows
     said = [
@@ -193,6 +199,10 @@ def notes(plan: Plan, everyone: Sequence[Measured]) -> list[str]:
         )
     if any(measured.is_fused for measured in everyone):
         said.append("-: not measured, because the compiled step includes the exchange.")
+    if compared:
+        said.append(
+            "Below 1, kdist is faster. Plain Keras trains on one device. Brackets: lowest and highest."
+        )
     if len(everyone) > 1 and everyone[0].about["device"].startswith("cpu"):
         said.append(
             f"All workers share the {count_cores()} cores of this machine, so more workers do not add computing power."
@@ -200,14 +210,14 @@ def notes(plan: Plan, everyone: Sequence[Measured]) -> list[str]:
     return said
 
 
-def as_json(plan: Plan, everyone: Sequence[Measured], plain: KerasSpeed | None = None) -> dict[str, Any]:
+def as_json(plan: Plan, everyone: Sequence[Measured], compared: Sequence[Compared] = ()) -> dict[str, Any]:
     """Returns all measurements, including each round of each worker."""
     return {
         "kdist": __version__,
         "model": plan.model,
         "batch_size": plan.batch_size,
         "steps": everyone[0].steps,
-        "plain_keras": None if plain is None else plain.as_json(),
+        "contenders": [asdict(one) for one in compared],
         "results": [
             {
                 **measured.about,
@@ -215,6 +225,7 @@ def as_json(plan: Plan, everyone: Sequence[Measured], plain: KerasSpeed | None =
                 "rows_per_second": measured.rows_per_second,
                 "efficiency": efficiency(measured, everyone[0]),
                 "shares": measured.shares(),
+                "over": {one.name: measured.over(one) for one in _beside(measured, compared)},
                 "rounds": [[totals.as_json() for totals in workers] for workers in measured.rounds],
             }
             for measured in everyone
@@ -222,17 +233,23 @@ def as_json(plan: Plan, everyone: Sequence[Measured], plain: KerasSpeed | None =
     }
 
 
-def report(plan: Plan, everyone: Sequence[Measured], plain: KerasSpeed | None = None) -> Report:
+def report(plan: Plan, everyone: Sequence[Measured], compared: Sequence[Compared] = ()) -> Report:
     """Returns the table and its charts."""
 
     def speeds(axes: Any) -> None:
         numbers = [measured.num_workers for measured in everyone]
-        rows = [measured.rows_per_second for measured in everyone]
+        ours = [(one.num_workers, [pace.rows_per_second for pace in one.paces()]) for one in everyone]
         ideal = [_promised(measured, everyone[0]) for measured in everyone]
         axes.plot(numbers, ideal, color=GREY, linestyle="--", label="ideal")
-        axes.plot(numbers, rows, color=COLORS[0], marker="o", label="measured")
-        if plain is not None:
-            axes.axhline(plain.as_json()["rows_per_second"], color=COLORS[1], label="plain Keras")
+        draw_spread(axes, ours, COLORS[0], "kdist" if compared else "measured")
+        for color, name in zip(COLORS[1:], dict.fromkeys(one.name for one in compared), strict=False):
+            theirs = [
+                (measured.num_workers, [measured.rounds[0][0].rows / seconds for seconds in one.seconds])
+                for measured in everyone
+                for one in _beside(measured, compared)
+                if one.name == name
+            ]
+            draw_spread(axes, theirs, color, CONTENDERS[name][0])
         axes.set(xlabel="workers", ylabel="rows/s", xticks=numbers)
         axes.set_ylim(bottom=0)
         axes.legend()
@@ -244,4 +261,5 @@ def report(plan: Plan, everyone: Sequence[Measured], plain: KerasSpeed | None = 
         Chart("Speed", "Rows of global batches per second, by number of workers.", speeds),
         Chart("Where the time goes", "Mean over all workers.", shares),
     ]
-    return Report("kdist bench", " ".join(notes(plan, everyone)), table(everyone, plain), charts)
+    lead = " ".join(notes(plan, everyone, compared))
+    return Report("kdist bench", lead, table(everyone), charts, comparison(everyone, compared))

@@ -13,7 +13,10 @@ import keras
 import numpy as np
 
 import kdist
+from kdist.cluster import discover
 from kdist.errors import InvalidArgumentError
+from kdist.measuring import collectives
+from kdist.measuring.native import native
 from kdist.named import call_function
 from kdist.tracing import Meter
 
@@ -88,23 +91,6 @@ class Rounds(keras.callbacks.Callback):
             self.totals.append(totals.as_json())
 
 
-class Clock(keras.callbacks.Callback):
-    """Stores the seconds of each epoch, except the first one, which compiles."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds: list[float] = []
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Starts the clock."""
-        self._start = time.perf_counter()
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Stores the time of the epoch."""
-        if epoch > 0:
-            self.seconds.append(time.perf_counter() - self._start)
-
-
 def prepare(scope: Any, function: str | None, batch_size: int, steps: int) -> tuple[Any, Any, Any]:
     """Returns a compiled model that was created in a scope, and its data."""
     keras.utils.set_random_seed(0)
@@ -124,16 +110,36 @@ def prepare(scope: Any, function: str | None, batch_size: int, steps: int) -> tu
             received={"model": function},
             hint='Compile it in the function, for example: model.compile("adam", "mse")',
         )
+    found = len(keras.tree.flatten(x)[0])
+    rows = min(rows, found // batch_size * batch_size) or found  # whole batches, as the contenders train
     return model, *keras.tree.map_structure(lambda array: array[:rows], (x, y))
 
 
-def measure_keras(function: str | None, batch_size: int, steps: int, rounds: int) -> dict[str, Any]:
-    """Trains the model without a strategy, and returns its speed."""
-    model, x, y = prepare(contextlib.nullcontext(), function, batch_size, steps)
-    clock = Clock()
-    model.fit(x, y, batch_size=batch_size, epochs=1 + rounds, shuffle=False, verbose=0, callbacks=[clock])
-    rows = len(keras.tree.flatten(x)[0])
-    return {"seconds": clock.seconds, "rows": rows, "steps": -(-rows // batch_size)}
+def measure_contender(
+    name: str, function: str | None, batch_size: int, steps: int, rounds: int
+) -> dict[str, Any]:
+    """Trains the model without a strategy. Returns the seconds of each round, and the loss of the last round."""
+
+    def made() -> tuple[Any, Any, Any]:
+        return prepare(contextlib.nullcontext(), function, batch_size, steps)
+
+    times: list[float] = []  # of the begin and the end of each round
+
+    def note(*_: object) -> None:
+        times.append(time.perf_counter())
+
+    if name == "keras":
+        (model, x, y), clock = made(), keras.callbacks.LambdaCallback(on_epoch_begin=note, on_epoch_end=note)
+        told = {"batch_size": batch_size, "shuffle": False, "verbose": 0, "callbacks": [clock]}
+        loss = model.fit(x, y, epochs=1 + rounds, **told).history["loss"][-1]
+    else:
+        epoch = native().train(name, made, batch_size)
+        for _ in range(1 + rounds):
+            note()
+            loss = epoch()
+            note()
+    seconds = [end - begin for begin, end in zip(times[::2], times[1::2], strict=True)]
+    return {"seconds": seconds[1:], "loss": loss}  # the first round compiles
 
 
 def measure(strategy: Any, function: str | None, batch_size: int, steps: int, rounds: int) -> dict[str, Any]:
@@ -141,7 +147,8 @@ def measure(strategy: Any, function: str | None, batch_size: int, steps: int, ro
     model, x, y = prepare(strategy.scope(), function, batch_size, steps)
     with Meter() as meter:
         kept = Rounds(meter)
-        model.fit(x, y, batch_size=batch_size, epochs=1 + rounds, shuffle=False, verbose=0, callbacks=[kept])
+        told = {"batch_size": batch_size, "shuffle": False, "verbose": 0, "callbacks": [kept]}
+        losses = model.fit(x, y, epochs=1 + rounds, **told).history["loss"]
     everyone = kdist.all_gather_object(json.dumps(kept.totals), strategy)
     runtime = strategy.runtime
     return {
@@ -151,6 +158,7 @@ def measure(strategy: Any, function: str | None, batch_size: int, steps: int, ro
             "num_replicas": runtime.num_replicas,
             "device": runtime.devices[0],
             "exchanges_in_programs": runtime.exchanges_in_programs,
+            "loss": losses[-1],
         },
         # Grouped by round, not by worker.
         "rounds": [list(workers) for workers in zip(*map(json.loads, everyone), strict=True)],
@@ -162,17 +170,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--model")
-    parser.add_argument("--without-kdist", action="store_true")
+    parser.add_argument("--kind", required=True)
     for name in ("--batch-size", "--steps", "--rounds"):
         parser.add_argument(name, type=int, required=True)
     options = parser.parse_args()
     sizes = (options.model, options.batch_size, options.steps, options.rounds)
-    if options.without_kdist:
-        options.result.write_text(json.dumps(measure_keras(*sizes)))
-        return
-    strategy = kdist.MultiWorkerMirroredStrategy()
-    result = measure(strategy, *sizes)
-    if strategy.runtime.worker_index == 0:
+    if options.kind == "collectives":
+        result = collectives.measure(options.rounds)
+    elif options.kind == "kdist":
+        result = measure(kdist.MultiWorkerMirroredStrategy(), *sizes)
+    else:
+        result = measure_contender(options.kind, *sizes)
+    if discover().is_chief:
         options.result.write_text(json.dumps(result))
 
 

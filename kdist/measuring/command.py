@@ -7,17 +7,19 @@ import json
 import os
 from collections.abc import Sequence
 
-from kdist.cluster.roles import number_of
+from kdist.cluster import environment
+from kdist.cluster.keras_backends import BACKENDS
 from kdist.errors import InvalidArgumentError
 from kdist.launch.options import BACKEND_HELP, whole_number
-from kdist.launch.plan import BACKENDS
+from kdist.measuring.contenders import CHOICES, read_contenders
 from kdist.whole_files import check_output, whole_file
 
 _BENCH_EXAMPLES = """examples:
   kdist bench --num-workers 1,2
   kdist bench --model train:make_model --num-workers 1,2,4 --batch-size 512 --plot bench.html
   kdist bench --backend torch --num-workers 2 --json bench.json
-  kdist bench --compare keras
+  kdist bench --compare keras,ddp --backend torch
+  kdist bench --collectives --num-workers 2
 
 MODULE:FUNCTION returns a compiled model, or (model, x, y). Without x and y, kdist draws random data.
 """
@@ -47,13 +49,15 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     add("--backend", choices=BACKENDS, metavar="BACKEND", help=BACKEND_HELP)
     add("--batch-size", default="256", metavar="ROWS", help="global batch size (default: 256)")
-    add("--steps", default="20", metavar="COUNT", help="steps per round, of five rounds (default: 20)")
+    add("--steps", default="20", metavar="COUNT", help="steps per round (default: 20)")
+    add("--rounds", default="5", metavar="COUNT", help="number of rounds (default: 5)")
     add(
         "--compare",
-        choices=("keras",),
-        metavar="keras",
-        help="also measure plain Keras on one device, without kdist (default: no comparison)",
+        default="",
+        metavar="NAME,...",
+        help=f"also train without kdist, by {', '.join(CHOICES)} (default: no comparison)",
     )
+    add("--collectives", action="store_true", help="measure all_reduce instead of training, by size")
     add("--json", metavar="FILE", help="write all measurements to FILE")
     add("--plot", metavar="FILE", help="draw a chart to FILE, .html or .png")
     plot = commands.add_parser("plot", help="draw the speed and the timeline of a run", epilog=_PLOT_EXAMPLES)
@@ -90,34 +94,42 @@ def _plot(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from kdist.measuring import bench, drawing
+    from kdist.measuring import bench, collectives, drawing
 
-    numbers = [whole_number("--num-workers", text.strip(), 1) for text in options.num_workers.split(",")]
-    plan = bench.Plan(
-        options.model,
-        options.backend,
-        whole_number("--batch-size", options.batch_size, 1),
+    named = options.num_workers.split(",")
+    numbers = sorted({whole_number("--num-workers", text.strip(), 1) for text in named})
+    batch_size = whole_number("--batch-size", options.batch_size, 1)
+    steps, rounds = (
         whole_number("--steps", options.steps, 1),
+        whole_number("--rounds", options.rounds, 1),
     )
+    plan = bench.Plan(options.model, options.backend, batch_size, steps, rounds)
+    backend = options.backend or environment.keras_backend_name()
+    contenders = read_contenders(options.compare, backend, batch_size, numbers)
+    if options.collectives and (contenders or options.model or numbers[-1] == 1):
+        raise InvalidArgumentError(
+            "--collectives needs at least two workers, and measures no training, so omit --compare and --model.",
+            received={"num_workers": numbers, "compare": contenders, "model": options.model},
+            hint="For example: kdist bench --collectives --num-workers 2",
+        )
     if options.plot:
         drawing.check_output(options.plot)
     if options.json:
         check_output(options.json)
-    plain = None
-    if options.compare:
-        print("plain Keras …", flush=True)
-        plain = bench.measure_keras(plan)
-    everyone = []
-    for number in sorted(set(numbers)):
-        print(f"{number_of('worker', number)} …", flush=True)
-        everyone.append(bench.measure(plan, number))
-    print("\n" + _lines(bench.table(everyone, plain)) + "\n")
-    print("\n".join(bench.notes(plan, everyone)))
+    if options.collectives:
+        everyone = [bench.run(plan, number, "collectives", rounds) for number in numbers if number > 1]
+        report, found = collectives.report(everyone), {"all_reduce": everyone}
+    else:
+        measured = bench.measure(plan, numbers, contenders)
+        report, found = bench.report(plan, *measured), bench.as_json(plan, *measured)
+    for table in (report.table, report.second):
+        print("\n" + _lines(table) if table else "")
+    print(report.lead.replace(". ", ".\n"))
     if options.json:
         with whole_file(options.json) as file:
-            file.write(json.dumps(bench.as_json(plan, everyone, plain), indent=1).encode() + b"\n")
+            file.write(json.dumps(found, indent=1).encode() + b"\n")
     if options.plot:
-        drawing.write(bench.report(plan, everyone, plain), options.plot)
+        drawing.write(report, options.plot)
     return 0
 
 

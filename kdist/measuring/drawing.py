@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from kdist import whole_files
@@ -99,12 +100,14 @@ class Report:
         lead: A summary in one or two sentences.
         table: The rows of the table, as text. The first row is the header.
         charts: The charts of the report.
+        second: The rows of another table, or none.
     """
 
     title: str
     lead: str
     table: Sequence[Sequence[str]]
     charts: Sequence[Chart]
+    second: Sequence[Sequence[str]] = ()
 
 
 def check_output(path: str) -> None:
@@ -158,12 +161,15 @@ def _page(report: Report) -> str:
             f"<figure><h2>{title}</h2>{_inline(drawn.getvalue(), chart.title)}"
             f'<figcaption class="note">{note}</figcaption></figure>'
         )
-    head, *rows = report.table or [()]
-    table = [_row("th", head), *(_row("td", row) for row in rows)]
+    tables = [
+        f"<table>{_row('th', rows[0])}{''.join(_row('td', row) for row in rows[1:])}</table>"
+        for rows in (report.table, report.second)
+        if rows
+    ]
     return _PAGE.format(
         title=html.escape(report.title),
         lead=html.escape(report.lead),
-        table=f"<table>{''.join(table)}</table>" if report.table else "",
+        table="<br>".join(tables),
         charts="\n".join(parts),
     )
 
@@ -217,6 +223,13 @@ def draw_shares(axes: Any, rows: Sequence[tuple[str, dict[str, float]]]) -> None
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.grid(axis="y", visible=False)
     legend_below(axes, 0.1)
+
+
+def draw_spread(axes: Any, points: Sequence[tuple[float, Sequence[float]]], color: str, label: str) -> None:
+    """Draws a line through medians, and the range of the values at each point."""
+    places = [x for x, _ in points]
+    axes.plot(places, [median(values) for _, values in points], color=color, marker="o", label=label)
+    axes.vlines(places, [min(values) for _, values in points], [max(values) for _, values in points], color)
 
 
 def legend_below(axes: Any, distance: float) -> None:
