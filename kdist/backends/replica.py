@@ -169,6 +169,8 @@ class Replica(ReplicaContext):
 
         `dtype` is a 16-bit dtype in which wider floating-point numbers travel, or `None`.
         """
+        if self._num_replicas == 1:  # with a weight of 1; packing would copy all gradients
+            return list(tensors)
         if weight is not None:
             tensors = [tensor * self.scalar(weight, tensor.dtype) for tensor in tensors]
         if dtype is None:

@@ -68,7 +68,7 @@ class TensorFlowReplica(Replica):
         self, tensors: Sequence[tf.Tensor], weight: Scalar | None = None, dtype: str | None = None
     ) -> list[tf.Tensor]:
         """Does not concatenate tensors for shared memory, which has room for all of them."""
-        if dtype is not None or self.num_replicas_in_sync == 1 or not self._sums_in_memory(tensors):
+        if dtype is not None or not self._sums_in_memory(tensors):
             return super().all_reduce_packed(tensors, weight, dtype)
         if weight is not None:
             tensors = [tensor * self.scalar(weight, tensor.dtype) for tensor in tensors]

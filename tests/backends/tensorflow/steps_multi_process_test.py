@@ -47,6 +47,36 @@ def test_a_step_is_traced_once_for_any_number_of_rows():
     assert rows == {None}
 
 
+def operations_of_a_replica():
+    import keras
+    import tensorflow as tf
+
+    import kdist
+
+    one = kdist.OneDeviceStrategy("cpu:0")
+    with one.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD()
+        optimizer.build(model.trainable_variables)
+
+    def step(x):
+        _, gradients = kdist.value_and_grad(lambda: tf.reduce_sum(model(x)), model.trainable_variables)()
+        optimizer.apply(gradients)
+
+    def run_step(x):
+        one.run(step, args=(x,))
+
+    graph = tf.function(run_step).get_concrete_function(tf.ones((4, 3))).graph
+    return {operation.type for operation in graph.get_operations()}
+
+
+@pytest.mark.kills("packed_for_one_replica")
+def test_a_single_replica_does_not_copy_its_gradients():
+    (types,) = run("tensorflow", 1, operations_of_a_replica)
+    assert "ConcatV2" not in types
+    assert "MatMul" in types
+
+
 def convert():
     import numpy as np
     import scipy.sparse
