@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import hashlib
 import itertools
 import mmap
 import select
@@ -22,7 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from kdist.communication import interrupts
-from kdist.errors import KdistError, different_arrays
+from kdist.errors import KdistError, WorkerMismatchError, different_arrays
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -132,6 +133,14 @@ class SharedMemory:
             except KeyboardInterrupt:
                 interrupts.note_ignored()
                 started.wait()  # a second Ctrl-C interrupts the sum
+
+    def have_equal(self, text: str) -> bool:
+        """Returns whether all workers pass the same text, as their next sum."""
+        try:
+            self.sum_all([np.zeros(1, "int8")], [np.empty(1, "int8")], hashlib.sha256(text.encode()).hexdigest())
+        except WorkerMismatchError:
+            return False
+        return True
 
     def finish(self, last: Sum) -> None:
         """Finishes the started sums up to one of them, in their order."""

@@ -20,6 +20,7 @@ import numpy as np
 from kdist import keras_hooks
 from kdist.arrays.gathering import decode, encode, gather_rows
 from kdist.arrays.structures import joined
+from kdist.backends.jax.collectives import next_turn
 from kdist.backends.jax.components import has_components
 from kdist.backends.jax.core import JaxCore
 from kdist.backends.jax.programs import Outputs, Placed, initialize
@@ -48,8 +49,14 @@ def on_any_worker(runtime: JaxCore, values: Sequence[Sequence[jax.Array | np.nda
     mine = any(part.shape != parts[0].shape for parts in values for part in parts[1:])
     if runtime.num_workers == 1 or all(runtime.is_even(part) for parts in values for part in parts):
         return mine
-    everyone = gather(runtime, None if mine else [list(parts[0].shape) for parts in values])
-    return any(other is None or other != everyone[0] for other in everyone)
+    shapes = "uneven" if mine else str([parts[0].shape for parts in values])
+    memory = runtime.memory
+    if memory is None:
+        return len({*gather(runtime, shapes)}) > 1 or mine
+    with runtime.group.working():
+        jax.block_until_ready(next_turn(runtime))  # running programs may still use the memory
+        is_equal = memory.have_equal(shapes)
+    return mine or not is_equal
 
 
 def run(

@@ -144,6 +144,30 @@ def test_sums_go_on_after_an_error() -> None:
             np.testing.assert_array_equal(value, np.full(size, 2.0))
 
 
+def arguments_that_differ() -> list[list[float]]:
+    """Returns the rows of both workers in several calls, with a sum in memory before each one."""
+    strategy = kdist.MultiWorkerMirroredStrategy()
+    index = strategy.runtime.worker_index
+
+    def total(x: Any) -> Any:
+        return kdist.get_replica_context().all_reduce("SUM", x)
+
+    def gathered(rows: Any) -> Any:
+        return kdist.get_replica_context().all_gather(rows, axis=0)
+
+    found = []
+    for rows in [(2, 2), (2, 1), (1, 2), (2, 2)]:
+        assert strategy.run(total, args=(np.float32([1, 2]),)).tolist() == [2, 4]
+        found.append(strategy.run(gathered, args=(np.full(rows[index], index, "float32"),)).tolist())
+    return found
+
+
+@pytest.mark.kills("jax_arguments_not_compared")
+def test_workers_with_different_shapes_run_one_after_another() -> None:
+    for found in run("jax", 2, arguments_that_differ):
+        assert found == [[0, 0, 1, 1], [0, 0, 1], [0, 1, 1], [0, 0, 1, 1]]
+
+
 def fit_after_a_failed_sum() -> list[Any]:
     """Returns the error of a `fit` whose sum fails, and the weights of another `fit` after it."""
     from unittest import mock
