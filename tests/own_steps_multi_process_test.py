@@ -125,13 +125,14 @@ def gan(backend: str) -> Any:
     return {"tensorflow": Tensorflow, "torch": Torch, "jax": Jax}[backend]
 
 
-def trains_a_gan(are_built: bool, under_strategy: bool) -> Any:
+def make_gan(are_built: bool, under_strategy: bool, seed: int = 0) -> Any:
+    """Returns a compiled GAN, real rows, and noise."""
     import keras
 
     backend = keras.backend.backend()
     random = np.random.RandomState(0)
     real, noise = random.randn(23, 2).astype("float32"), random.randn(23, 3).astype("float32")
-    keras.utils.set_random_seed(0)
+    keras.utils.set_random_seed(seed)
     with scope(under_strategy):
         discriminator = keras.Sequential([keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
         generator = keras.Sequential([keras.layers.Dense(3, "tanh"), keras.layers.Dense(2)])
@@ -140,7 +141,14 @@ def trains_a_gan(are_built: bool, under_strategy: bool) -> Any:
             generator.build((None, 3))
         model = gan(backend)(discriminator, generator)
         model.compile(model.d_optimizer if backend == "jax" else "sgd")
-    predicts = backend == "tensorflow"  # other backends need a `call`
+    return model, real, noise
+
+
+def trains_a_gan(are_built: bool, under_strategy: bool) -> Any:
+    import keras
+
+    model, real, noise = make_gan(are_built, under_strategy)
+    predicts = keras.backend.backend() == "tensorflow"  # other backends need a `call`
     before = model.predict(noise, batch_size=5, verbose=0) if predicts else 0.0
     history = model.fit(real, noise, batch_size=5, epochs=2, shuffle=False, verbose=0).history
     after = model.predict(noise, batch_size=5, verbose=0) if predicts else 0.0
@@ -286,3 +294,22 @@ def test_sub_models_may_be_built_by_the_step_where_keras_allows_it(num_workers: 
     assert_close(
         run("tensorflow", num_workers, trains_a_gan, False, True), [expected] * num_workers, rtol=1e-4
     )
+
+
+def resumes_a_gan(folder: str, under_strategy: bool) -> Any:
+    """Returns the weights after two epochs. Under a strategy, the second one runs in another model."""
+    import kdist
+
+    for seed, epochs in ((0, 1), (1, 2)) if under_strategy else ((0, 2),):
+        model, real, noise = make_gan(True, under_strategy, seed)
+        backup = kdist.callbacks.BackupAndRestore(folder, delete_checkpoint=False)
+        callbacks = [backup] if under_strategy else []
+        model.fit(real, noise, batch_size=5, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
+    return model.discriminator.get_weights(), model.generator.get_weights()
+
+
+@pytest.mark.kills("backups_without_other_optimizers", "backups_forget_what_optimizers_train")
+@each_backend
+def test_a_resumed_gan_keeps_the_state_of_its_optimizers(backend: str, tmp_path: Any) -> None:
+    expected = run_plain(backend, resumes_a_gan, str(tmp_path), False)
+    assert_close(run(backend, 2, resumes_a_gan, str(tmp_path), True), [expected] * 2, rtol=1e-4)

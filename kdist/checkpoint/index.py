@@ -101,7 +101,8 @@ class Index:
     number: int | None  # The number in the name, or `None`.
     saved_by: Mapping[str, Any]  # worker count, backend, versions
     workers: Sequence[int]  # indices of the workers that wrote to this directory
-    parts: Mapping[str, Mapping[str, Any]]  # the kind and the aliases of each object
+    # The kind and the aliases of each object, and the positions of the weights that an optimizer trains.
+    parts: Mapping[str, Mapping[str, Any]]
     tensors: Sequence[Tensor]
     files: Sequence[File]
     values: Mapping[str, object] = field(default_factory=dict)  # plain values by name
@@ -211,6 +212,7 @@ def _check_facts(index: Index) -> None:
         _need(isinstance(getattr(index, name), dict), name)
     for name, part in index.parts.items():
         _need(all(isinstance(text, str) for text in (part["kind"], *_list(part["aliases"]))), f"part {name}")
+        _need(all(map(_is_count, _list(part.get("trained", [])))), f"part {name}")
     _need(all(_list(states) for states in index.states.values()), "states")
 
 

@@ -114,7 +114,8 @@ def restore(
     _check_same(runtime, path, index)
     worker, num_workers = (0, 1) if runtime is None else (runtime.worker_index, runtime.num_workers)
     with scope_of(strategy):
-        parts = _on_all(runtime, path, lambda: state.collect(objects))
+        trained = {name: facts.get("trained", ()) for name, facts in index.parts.items()}
+        parts = _on_all(runtime, path, lambda: state.collect(objects, trained))
 
     before: list[dict[str, object]] = []  # the previous random state of this process, once it was replaced
 

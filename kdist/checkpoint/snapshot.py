@@ -116,7 +116,10 @@ def take(
             "keras": keras.__version__,
             "kdist": __version__,
         },
-        "parts": {part.name: {"kind": part.kind, "aliases": list(part.aliases)} for part in contents.parts},
+        "parts": {
+            part.name: {"kind": part.kind, "aliases": list(part.aliases), "trained": list(part.trained)}
+            for part in contents.parts
+        },
         "values": {**contents.values, "save_counter": counter},
         "configs": {p.name: state.config_of(p.owner) for p in contents.parts if p.kind == "model"}
         if folder.rank == 0

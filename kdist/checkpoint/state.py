@@ -12,7 +12,7 @@ import functools
 import json
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,7 @@ class Part:
     aliases: tuple[str, ...] = ()  # Other names of the same object.
     may_differ: bool = False  # Whether to skip it, instead of raising, if the saved variables differ.
     put: Callable[[object], None] | None = None  # Replaces a plain value.
+    trained: Sequence[int] = ()  # The positions of an optimizer's weights in the variables of its model.
 
 
 def kind_of(value: object) -> str:
@@ -60,8 +61,12 @@ def kind_of(value: object) -> str:
     return "value"
 
 
-def collect(objects: Mapping[str, object]) -> list[Part]:
+def collect(objects: Mapping[str, object], trained: Mapping[str, Sequence[int]] | None = None) -> list[Part]:
     """Returns the parts of objects, including objects inside lists and dictionaries.
+
+    Args:
+        objects: The objects, by name.
+        trained: `Part.trained` of saved optimizers, to build the optimizers of models that have no variables yet.
 
     Raises:
         CheckpointError: If a model or layer has no variables yet.
@@ -78,7 +83,7 @@ def collect(objects: Mapping[str, object]) -> list[Part]:
         parts.append(Part(name, kind, value, _named(kind, value, name), put=put))
         parts += _untracked(parts[-1])
         if kind == "model":
-            parts += _compiled(name, value, given, parts)
+            parts += _compiled(name, value, given, parts, trained or {})
     for name, number in collections.Counter(part.name for part in parts).items():
         if number > 1:
             raise InvalidArgumentError(
@@ -159,15 +164,31 @@ def _holds_objects(value: object) -> bool:
     return kind_of(value) != "value"
 
 
-def _compiled(name: str, model: keras.Model, given: Mapping[int, str], before: list[Part]) -> list[Part]:
-    """Returns the metrics from `compile`, and the optimizer unless it has a separate part."""
-    parts = []
-    optimizer = getattr(model, "optimizer", None)
-    taken = any(part.owner is optimizer for part in before)
-    if isinstance(optimizer, keras.optimizers.Optimizer) and id(optimizer) not in given and not taken:
-        _build(optimizer, [model])
-        own = f"{name}.optimizer"
-        parts.append(Part(own, "optimizer", optimizer, _named("optimizer", optimizer, own)))
+def _compiled(
+    name: str,
+    model: keras.Model,
+    given: Mapping[int, str],
+    before: list[Part],
+    trained: Mapping[str, Sequence[int]],
+) -> list[Part]:
+    """Returns the metrics from `compile`, and the optimizers of a model that have no separate part."""
+    parts: list[Part] = []
+    for key, optimizer in {"optimizer": getattr(model, "optimizer", None), **vars(model)}.items():
+        taken = any(part.owner is optimizer for part in (*before, *parts))
+        if not isinstance(optimizer, keras.optimizers.Optimizer) or id(optimizer) in given or taken:
+            continue
+        own, variables = f"{name}.{key}", model.variables
+        saved = [variables[i] for i in trained.get(own, ()) if i < len(variables)]
+        is_compiled = key == "optimizer"
+        if is_compiled and not keras_hooks.overrides(model, "train_step"):
+            saved = []  # `fit` trains all weights
+        _build(optimizer, [model] if is_compiled else [], saved)
+        if is_compiled or optimizer.built:  # others, for example of a GAN, are built by its first step
+            places = {id(variable): i for i, variable in enumerate(variables)}
+            positions = [places.get(id(v), -1) for v in keras_hooks.trained_variables(optimizer)]
+            part = Part(own, "optimizer", optimizer, _named("optimizer", optimizer, own))
+            part.trained = positions if min(positions, default=-1) >= 0 else ()
+            parts.append(part)
     if getattr(model, "compiled", False) and model.metrics_variables:
         own = f"{name}.metrics"
         variables = _by_position(own, model.metrics_variables)
@@ -187,8 +208,13 @@ def _untracked(part: Part) -> list[Part]:
     return [*parts, Part(own, "buffers", part.owner, buffers)] if buffers else parts
 
 
-def _build(optimizer: keras.optimizers.Optimizer, models: list[keras.Model]) -> None:
+def _build(
+    optimizer: keras.optimizers.Optimizer, models: list[keras.Model], trained: Sequence[keras.Variable] = ()
+) -> None:
     if optimizer.built:
+        return
+    if trained:
+        optimizer.build(list(trained))
         return
     owners = [model for model in models if getattr(model, "optimizer", None) is optimizer] or models
     if len(owners) == 1 and owners[0].built:
@@ -196,7 +222,7 @@ def _build(optimizer: keras.optimizers.Optimizer, models: list[keras.Model]) -> 
 
 
 def _named(kind: str, value: Any, name: str) -> dict[str, keras.Variable]:
-    if kind in ("model", "layer") and not value.built:
+    if kind in ("model", "layer") and not keras_hooks.has_all_variables(value):
         raise CheckpointError(
             f"Cannot save or restore the {kind} {name!r}: it has no variables yet.",
             received={"name": name, kind: value.name},

@@ -137,7 +137,9 @@ class SharedMemory:
     def have_equal(self, text: str) -> bool:
         """Returns whether all workers pass the same text, as their next sum."""
         try:
-            self.sum_all([np.zeros(1, "int8")], [np.empty(1, "int8")], hashlib.sha256(text.encode()).hexdigest())
+            self.sum_all(
+                [np.zeros(1, "int8")], [np.empty(1, "int8")], hashlib.sha256(text.encode()).hexdigest()
+            )
         except WorkerMismatchError:
             return False
         return True

@@ -89,6 +89,7 @@ from kdist.keras_hooks.optimizers import (
     owner_in_creation,
     step_variable,
     taking_gradients,
+    trained_variables,
 )
 from kdist.keras_hooks.own import (
     compute_step,
@@ -120,6 +121,7 @@ from kdist.keras_hooks.threads import ThreadState
 from kdist.keras_hooks.trainer import (
     asks_for_jit,
     compiled_state,
+    has_all_variables,
     hook_compile,
     initial_epoch,
     is_built,

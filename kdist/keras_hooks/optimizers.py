@@ -209,6 +209,13 @@ def count_step(optimizer: keras.optimizers.Optimizer) -> None:
     optimizer._iterations.assign_add(1)
 
 
+def trained_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Returns the variables that a built optimizer trains, in the order of its slots."""
+    while hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
+    return list(getattr(optimizer, "_trainable_variables", ()))
+
+
 def step_variable(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
     """Returns the variable that counts the batches of an optimizer.
 

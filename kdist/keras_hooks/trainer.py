@@ -102,6 +102,16 @@ def layers_are_built(model: keras.Model) -> bool:
     return all(layer.built for layer in model._flatten_layers())
 
 
+def has_all_variables(layer: keras.Layer) -> bool:
+    """Returns whether a layer is built, or all layers of a model that is never built, as a GAN without `call`."""
+    import keras
+
+    if layer.built or not isinstance(layer, keras.Model) or type(layer).build is not keras.Model.build:
+        return bool(layer.built)
+    inner = layer._flatten_layers(include_self=False)
+    return bool(inner) and all(other.built for other in inner)
+
+
 def is_built(model: keras.Model) -> bool:
     """Returns whether all variables of a compiled model exist. Keras checks this before it reads the data."""
     return not needs_batch(model) and (model.optimizer is None or model.optimizer.built)

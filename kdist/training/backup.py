@@ -30,15 +30,13 @@ class BackupAndRestore(keras.callbacks.Callback):
     """Saves backups during `fit`, and resumes from the last one when you start the same script again.
 
     A resumed run ends with the same weights as an uninterrupted run: no sample is repeated or skipped. A
-    backup contains the weights, optimizer, metrics, seeds, random states, position in the data, history, and
+    backup contains the weights, optimizers, metrics, seeds, random states, position in the data, history, and
     the counters of Keras's callbacks. Every worker writes its share in the background. The number of workers
     may change between starts.
 
     After a restart, the data must come in the same order. Arrays, data loaders and `PyDataset`s meet this
     condition. In a tf.data pipeline, `shuffle` needs a seed. A generator must start from the beginning: kdist
     reads the consumed batches again and skips them.
-
-    A backup contains only the optimizer from `compile`, and no other optimizers of a model. A warning names them.
 
     Args:
         backup_dir: The directory for the backups: one that all workers share, or a separate one per worker.
@@ -113,8 +111,6 @@ class BackupAndRestore(keras.callbacks.Callback):
         runtime = self._manager.checkpoint.runtime()
         settle_all(runtime)
         _restore_newest(self._manager)
-        if runtime is None or runtime.worker_index == 0:
-            _warn_of_other_optimizers(self.model)
         self._check_epochs(self.params.get("epochs"))
         if self._progress.has_stopped:
             logger.info(
@@ -213,17 +209,3 @@ def _restore_newest(manager: CheckpointManager) -> None:
                 path,
                 error,
             )
-
-
-def _warn_of_other_optimizers(model: keras.Model) -> None:
-    names = [
-        name
-        for name, value in vars(model).items()
-        if isinstance(value, keras.optimizers.Optimizer) and value is not model.optimizer
-    ]
-    if names:
-        logger.warning(
-            "BackupAndRestore does not save the state of model.%s, only of model.optimizer. A resumed run starts "
-            "with a new optimizer there. To keep its state, save it with a kdist.Checkpoint in your own loop.",
-            " and model.".join(names),
-        )

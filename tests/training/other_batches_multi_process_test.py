@@ -1,4 +1,4 @@
-"""Warnings of backups: other batches in the middle of an epoch, and optimizers that a backup does not contain."""
+"""Warnings of backups about other batches in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -41,38 +41,3 @@ def test_a_resume_with_other_batches_warns(backend: str, tmp_path: Path) -> None
     chief, other = run(backend, 2, in_worker_other_batches, str(tmp_path))
     assert [len(texts) for texts in chief] == [0, 1, 0] and not any(other)
     assert "batch size 8, number of batches 6; now: batch size 4, number of batches 11." in chief[1][0]
-
-
-def in_worker_other_optimizers(folder: str) -> list[str]:
-    """Returns the warnings of a `fit` with a backup, for a model without and with another optimizer."""
-    import keras
-    import numpy as np
-
-    import kdist
-    from tests.helpers.processes import strategy
-
-    found: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("kdist").addHandler(handler)
-    try:
-        for number in range(2):
-            with strategy().scope():
-                model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-                model.compile("adam", "mse")
-                if number:
-                    model.generator_optimizer = keras.optimizers.SGD()
-            backup = kdist.callbacks.BackupAndRestore(f"{folder}/{number}")
-            model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0, callbacks=[backup])
-            found.append("end")
-    finally:
-        logging.getLogger("kdist").removeHandler(handler)
-    return [text for text in found if text == "end" or "does not save the state of" in text]
-
-
-@pytest.mark.kills("backups_without_other_optimizers_unnoticed")
-@each_backend_in_twelve_turns
-def test_a_backup_warns_of_optimizers_that_it_does_not_contain(backend: str, tmp_path: Path) -> None:
-    (first, warning, last), other = run(backend, 2, in_worker_other_optimizers, str(tmp_path))
-    assert "model.generator_optimizer, only of model.optimizer" in warning
-    assert first == last == "end" and other == ["end", "end"]
