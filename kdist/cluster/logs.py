@@ -5,9 +5,10 @@ This is the logger "kdist" of Python's `logging`. It writes to stderr, so the sc
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from kdist.cluster import environment
 from kdist.errors import InvalidArgumentError
@@ -60,6 +61,16 @@ def set_up(environ: Mapping[str, str] | None = None) -> None:
             hint=f"Set one of these levels, for example:\nexport {VARIABLE}=debug",
         )
     logger.setLevel(_LEVELS[text.strip().lower()])
+
+
+@contextlib.contextmanager
+def keeping_root_handlers() -> Iterator[None]:
+    """A context that removes handlers that a library adds to the root logger. They would change kdist's messages."""
+    before = list(logging.root.handlers)
+    try:
+        yield
+    finally:
+        logging.root.handlers[:] = before
 
 
 def notice(message: str, *values: object) -> None:

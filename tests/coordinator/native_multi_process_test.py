@@ -52,6 +52,7 @@ def _plain_fit() -> list[np.ndarray]:
     return model.get_weights()
 
 
+@pytest.mark.kills("messages_in_the_format_of_tensorflow")
 @pytest.mark.in_turn(4)
 def test_fit_one_after_the_other_is_plain_keras_and_beside_each_other_learns(job, tmp_path):
     script = job.coordinate(
@@ -63,6 +64,8 @@ strategy = kdist.ParameterServerStrategy(None, partitioner, max_staleness=0)
 with strategy.scope():
     model = make_model()
 model.fit(x, y, batch_size=64, epochs=1, verbose=0)
+import logging
+assert not logging.root.handlers
 np.savez({str(tmp_path / "weights.npz")!r}, *model.get_weights())
 strategy.coordination.closures._staleness._most = None
 model.fit(x, y, batch_size=64, epochs=5, verbose=0)

@@ -21,7 +21,7 @@ from kdist.backends.tensorflow.effects import ClosureScope
 from kdist.backends.tensorflow.functions import converted
 from kdist.backends.tensorflow.per_worker import Values, per_worker
 from kdist.backends.tensorflow.served import Placement
-from kdist.cluster import environment
+from kdist.cluster import environment, logs
 from kdist.cluster.roles import ServerCluster
 from kdist.context import ReplicaContext, StrategyLike, cross_replica
 from kdist.errors import WorkerLostError
@@ -61,9 +61,11 @@ class NativeCoordination(Coordination):
         self.num_workers, self.num_servers = len(self._workers), len(self._servers)
         tasks.require([*self._workers, *self._servers], timeout)
         # Only connects to the tasks. This class schedules and retries functions itself.
-        self.native = tf.distribute.ParameterServerStrategy(
-            tf.distribute.cluster_resolver.SimpleClusterResolver(tasks.native_spec(cluster), rpc_layer="grpc")
-        )
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver
+        with logs.keeping_root_handlers():  # the strategy's first log message adds one
+            self.native = tf.distribute.ParameterServerStrategy(
+                resolver(tasks.native_spec(cluster), rpc_layer="grpc")
+            )
         self.placement = Placement([server.device for server in self._servers], partitioner)
         self._commits = threading.Lock()
         self._recovery = threading.Lock()
