@@ -103,7 +103,9 @@ def test_tensorflow_reduces_gradients_in_rings():
 
 
 def sums(implementation):
-    """Returns the number of sums in shared memory during training, and the weights."""
+    """Returns the number of sums in shared memory during training, the weights, a tensor, and its sum."""
+    import keras
+
     from kdist.communication.shared_memory import SharedMemory
 
     started, original = [], SharedMemory.start
@@ -114,10 +116,17 @@ def sums(implementation):
 
     SharedMemory.start = start
     options = CommunicationOptions(implementation=implementation)
-    with kdist.MultiWorkerMirroredStrategy(communication_options=options).scope():
+    strategy = kdist.MultiWorkerMirroredStrategy(communication_options=options)
+    with strategy.scope():
         model = by_hand.model()
     by_hand.fit(model, 1)
-    return len(started), np.concatenate([np.ravel(w) for w in model.get_weights()])
+
+    def total(x):
+        return x, kdist.get_replica_context().all_reduce("SUM", x)
+
+    x = keras.ops.convert_to_tensor(np.full(3, strategy.runtime.worker_index + 1.0, "float32"))
+    both = [keras.ops.convert_to_numpy(value).tolist() for value in strategy.run(total, args=(x,))]
+    return len(started), np.concatenate([np.ravel(w) for w in model.get_weights()]), both
 
 
 @pytest.mark.kills(
@@ -126,15 +135,18 @@ def sums(implementation):
     jax_sums_in_sockets="[AUTO-jax]",
     tensorflow_ring_in_shared_memory="[RING-tensorflow]",
     tensorflow_sums_in_sockets="[AUTO-tensorflow]",
+    torch_sum_without_its_numbers="[RING-torch]",
+    torch_sum_changes_its_tensor="[AUTO-torch]",
 )
 @each_backend
 @pytest.mark.parametrize("implementation", ["AUTO", "RING"])
 def test_workers_sum_in_shared_memory_unless_a_ring_is_wanted(implementation, backend):
     pool = start_pool(2, backend)
     try:
-        for number, weights in pool.run(sums, implementation):
+        for index, (number, weights, both) in enumerate(pool.run(sums, implementation)):
             assert (number > 0) == (implementation == "AUTO")
             np.testing.assert_allclose(weights, by_hand.weights(1), rtol=1e-5)
+            assert both == [[index + 1.0] * 3, [3.0] * 3]
     finally:
         pool.close()
 

@@ -89,10 +89,8 @@ class SharedMemory:
 
     def pieces_of(self, array: np.ndarray) -> list[np.ndarray]:
         """Divides a flat array into pieces that `start` can sum. Small pieces overlap in time."""
-        if array.nbytes <= SLOT:
-            return [array]
         size = _PIECE // array.itemsize
-        return [array[start : start + size] for start in range(0, array.size, size)]
+        return [array[start : start + size] for start in range(0, max(1, array.size), size)]
 
     def start(
         self, arrays: Sequence[np.ndarray], results: Sequence[np.ndarray] | None = None, shapes: str = ""

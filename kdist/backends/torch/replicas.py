@@ -77,7 +77,13 @@ class TorchReplica(Replica):
         Do not write to the results, because all local replicas of a device share them.
         """
         with torch.no_grad():
-            return self._sum_in_place([tensor.detach().clone() for tensor in tensors])
+            if self.has_neighbors or self.recording is not None:
+                return self._sum_in_place([tensor.detach().clone() for tensor in tensors])
+            totals = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
+            start = self._workers.start_all_reduce
+            for finish in [start(t.detach(), result=total) for t, total in zip(tensors, totals, strict=True)]:
+                finish()
+            return totals
 
     def all_reduce_packed(self, tensors: Any, weight: Any = None, dtype: str | None = None) -> Tensors:
         """Sums tensors as `packed` does, but in place and with few calls, because each call costs time."""

@@ -41,8 +41,12 @@ class Workers(workers.Workers):
         """Sums a tensor over all workers, or over the workers of a group, in place."""
         self.start_all_reduce(tensor, group)()
 
-    def start_all_reduce(self, tensor: torch.Tensor, group: object = None) -> Callable[[], None]:
-        """Starts `all_reduce`. Returns a function that waits for the sum."""
+    def start_all_reduce(
+        self, tensor: torch.Tensor, group: object = None, result: torch.Tensor | None = None
+    ) -> Callable[[], None]:
+        """Starts `all_reduce`, in place or into a contiguous `result`. Returns a function that waits for the sum."""
+        if result is not None:
+            result.copy_(tensor)
         return lambda: None
 
     def broadcast(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
@@ -94,20 +98,27 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
             lifeline.on_death(self._abort)
         self._stalls.start()
 
-    def start_all_reduce(self, tensor: torch.Tensor, group: object = None) -> Callable[[], None]:
+    def start_all_reduce(
+        self, tensor: torch.Tensor, group: object = None, result: torch.Tensor | None = None
+    ) -> Callable[[], None]:
         """Starts `all_reduce`; a worker can start several of them before it waits."""
+        total = tensor if result is None else result
         with self._explained("all_reduce"):
             memory = None if group is not None else self.memory
             works: list[dist.Work | Sum] = []
-            array = None if memory is None else flat_array(tensor)
-            if memory and array is not None and memory.can_sum(array.dtype):
-                works += [memory.start([a], None, f"{(*tensor.shape,)}") for a in memory.pieces_of(array)]
-            works = works or [dist.all_reduce(tensor, group=group or self._group(tensor), async_op=True)]
+            source, target = (None, None) if memory is None else (flat_array(tensor), flat_array(total))
+            if memory and source is not None and target is not None and memory.can_sum(source.dtype):
+                pieces = zip(memory.pieces_of(source), memory.pieces_of(target), strict=True)
+                works += [memory.start([a], [b], f"{(*tensor.shape,)}") for a, b in pieces]
+            else:
+                if result is not None:
+                    result.copy_(tensor)
+                works.append(dist.all_reduce(total, group=group or self._group(total), async_op=True))
 
         def finish() -> None:
             with self._explained("all_reduce"):
                 for work in works:
-                    self._finish(work, tensor)
+                    self._finish(work, total)
 
         return finish
 

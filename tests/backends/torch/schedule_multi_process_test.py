@@ -25,9 +25,9 @@ def train(eager_workers: tuple[int, ...]) -> tuple[list[Any], list[tuple[str, in
     events: list[tuple[str, int]] = []
     original = workers.JoinedWorkers.start_all_reduce
 
-    def start(self: Any, tensor: Any, group: Any = None) -> Any:
+    def start(self: Any, tensor: Any, group: Any = None, result: Any = None) -> Any:
         events.append(("start", tensor.numel()))
-        finish = original(self, tensor, group)
+        finish = original(self, tensor, group, result)
 
         def noted() -> None:
             finish()
