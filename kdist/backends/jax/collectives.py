@@ -195,7 +195,10 @@ class SumsInMemory:
         if not self._memory.can_sum(arrays[0].dtype):
             raise NoRule(f"a sum of dtype {arrays[0].dtype}")
         if len(arrays) > 1 and sum(array.size * array.dtype.itemsize for array in arrays) <= _ONE_ARRAY:
-            return as_one_array(lambda flat: self([flat])[0], arrays)
+            return as_one_array(lambda flat: self._call([flat])[0], arrays)
+        return self._call(arrays)
+
+    def _call(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (self.turn, *arrays)]
         self.turn, *summed = buffer_callback(self._sum, shapes)(self.turn, *arrays)
         return summed
