@@ -1,6 +1,7 @@
 """The part of the exchange that training does not hide, for two workers over a slow link.
 
     python benchmarks/slow_link.py torch|jax|tensorflow [megabits per second] [rounds]
+    python benchmarks/slow_link.py compression torch|jax|tensorflow [megabits per second] [rounds]
 
 Two network namespaces of this machine are two hosts, and `tc` limits the link between them (default: 1000 Mbit/s per
 direction). It needs Linux, root, and `ip` and `tc` of iproute2. For the wide MLP of over_loops.py, each round measures,
@@ -12,6 +13,9 @@ one after the other:
 
 The part that is not hidden is the difference of the first two, divided by the third. The benchmark prints it for each
 global batch size in `ROWS`, because larger batches compute longer and hide more.
+
+The second form compares the steps of kdist with and without compression, for 128 rows. With 0 megabits, the workers
+are two processes of this machine, which exchange through sockets.
 """
 
 from __future__ import annotations
@@ -90,7 +94,11 @@ def maker_of(kind: str) -> Callable[[str], Callable[[], Any]]:
         return lambda name: over_loops.with_fit(
             name, kdist.OneDeviceStrategy("cpu:0"), keras, num_parts=int(os.environ["WORLD_SIZE"])
         )
-    return lambda name: over_loops.with_fit(name, kdist.MultiWorkerMirroredStrategy(), keras)
+    compression = kind.partition(" ")[2] or None
+    ring = "RING" if "GLOO_SOCKET_IFNAME" not in os.environ else "AUTO"
+    options = kdist.experimental.CommunicationOptions(implementation=ring, compression=compression)
+    strategy = kdist.MultiWorkerMirroredStrategy(communication_options=options)
+    return lambda name: over_loops.with_fit(name, strategy, keras)
 
 
 def numbers() -> int:
@@ -124,16 +132,21 @@ def run_job(names: list[str], backend: str, kind: str, rows: int) -> float:
     """Returns the milliseconds per step of a job with a worker on each host; `rows` are in a global batch."""
     one_thread = {"OMP_NUM_THREADS": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
     one_thread |= {"TF_NUM_INTEROP_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1"}
-    alike = {"MASTER_ADDR": f"{NETWORK}.1", "MASTER_PORT": str(PORT), "LOCAL_RANK": "0"}
+    alike = {
+        "MASTER_ADDR": f"{NETWORK}.1" if names[0] else "127.0.0.1",
+        "MASTER_PORT": str(PORT),
+        "LOCAL_RANK": "0",
+    }
     alike |= dict.fromkeys(("WORLD_SIZE", "GROUP_WORLD_SIZE"), str(len(names)))
     alike |= {"LOCAL_WORLD_SIZE": "1", "KERAS_BACKEND": backend}
     jobs = [
         subprocess.Popen(
-            ["ip", "netns", "exec", name, sys.executable, __file__, "worker", kind, str(rows)],
+            [*inside(name), sys.executable, __file__, "worker", kind, str(rows)],
             env=os.environ
             | one_thread
             | alike
-            | {"RANK": str(i), "GROUP_RANK": str(i), "GLOO_SOCKET_IFNAME": f"kdbench{i}"},
+            | {"RANK": str(i), "GROUP_RANK": str(i)}
+            | ({"GLOO_SOCKET_IFNAME": f"kdbench{i}"} if name else {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -144,6 +157,20 @@ def run_job(names: list[str], backend: str, kind: str, rows: int) -> float:
     if any(job.returncode for job in jobs):
         raise SystemExit("\n".join(err for _, err in printed))
     return max(float(out.split("milliseconds")[1]) for out, _ in printed)
+
+
+def inside(name: str) -> list[str]:
+    """Returns the beginning of a command that runs in a namespace; an empty name is this machine itself."""
+    return ["ip", "netns", "exec", name] if name else []
+
+
+def compare_compression(backend: str, megabits: int, rounds: int) -> None:
+    kinds = ("kdist", "kdist bfloat16", "kdist powersgd")
+    with hosts(megabits) if megabits else contextlib.nullcontext(["", ""]) as names:
+        times = [{kind: run_job(names, backend, kind, 128) for kind in kinds} for _ in range(rounds)]
+    for kind in kinds:
+        found = sorted(each[kind] for each in times)
+        print(f"{kind:15} step {statistics.median(found):6.1f} ms ({found[0]:.1f} to {found[-1]:.1f})")
 
 
 def main(backend: str, megabits: int, rounds: int) -> None:
@@ -169,4 +196,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "worker":
         run_worker(sys.argv[2], int(sys.argv[3]))
     else:
-        main(sys.argv[1], *(int(number) for number in (*sys.argv[2:], *("1000", "3")[len(sys.argv) - 2 :])))
+        is_comparison = sys.argv[1] == "compression"
+        given = sys.argv[1 + is_comparison :]
+        megabits, rounds = (int(number) for number in (*given[1:], *("1000", "3")[len(given) - 1 :]))
+        (compare_compression if is_comparison else main)(given[0], megabits, rounds)

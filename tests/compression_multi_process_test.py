@@ -29,7 +29,7 @@ def _strategy(compression: str | None, implementation: str = "AUTO") -> Any:
 
 
 @contextlib.contextmanager
-def _sent() -> Iterator[list[tuple[str, int]]]:
+def sent_tensors() -> Iterator[list[tuple[str, int]]]:
     """Records the dtype and size of all floating-point tensors that kdist sends to be summed over workers."""
     import keras
 
@@ -123,7 +123,7 @@ def trained(compression: str | None, implementation: str) -> Any:
     with _strategy(compression, implementation).scope():
         model = _model()
     before = model.layers[-1].get_weights()[0]
-    with _sent() as sent:
+    with sent_tensors() as sent:
         history = model.fit(*_rows(), batch_size=12, epochs=EPOCHS, shuffle=False, verbose=0)
     statistics = [variable.numpy() for variable in model.non_trainable_variables]
     return sent, history.history["loss"], statistics, before, model.get_weights()
@@ -259,7 +259,7 @@ def looked_up(compression: str | None) -> Any:
         model = keras.Sequential([keras.Input((3,)), keras.layers.Embedding(50, 8), keras.layers.Flatten()])
         model.compile(keras.optimizers.SGD(5.0), "mse")
     x, y = np.arange(36).reshape(12, 3) % 7, np.random.default_rng(1).normal(size=(12, 24))
-    with _sent() as sent:
+    with sent_tensors() as sent:
         model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
     return {dtype for dtype, size in sent if size > 8 or not size}, model.get_weights()[0]
 
@@ -284,13 +284,13 @@ def sharded(compression: str | None) -> Any:
     options = CommunicationOptions(compression=compression)
     with kdist.FullyShardedStrategy(communication_options=options).scope():
         model = _model()
-    with _logged() as logged, _sent() as sent:
+    with logged() as lines, sent_tensors() as sent:
         model.fit(*_rows(), batch_size=12, shuffle=False, verbose=0)
-    return {dtype for dtype, size in sent if size > 100}, logged, model.get_weights()[4]
+    return {dtype for dtype, size in sent if size > 100}, lines, model.get_weights()[4]
 
 
 @contextlib.contextmanager
-def _logged() -> Iterator[list[str]]:
+def logged() -> Iterator[list[str]]:
     logger, handler, lines = logging.getLogger("kdist"), logging.Handler(), []
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
@@ -330,15 +330,15 @@ def divided_by_xla() -> Any:
 
     strategy = _strategy("float16")
     x, y = _rows()
-    with _logged() as logged:
+    with logged() as lines:
         for rows, options in ((12, {}), (11, {}), (12, {"loss": over_rows}), (12, {"run_eagerly": True})):
             with strategy.scope():
                 model = _model()
                 model.compile(**{"optimizer": "sgd", "loss": "mse"} | options)
             model.fit(x[:rows], y[:rows], batch_size=12, verbose=0)
             model.evaluate(x[:rows], y[:rows], batch_size=12, verbose=0)
-            logged.append("")
-    return logged
+            lines.append("")
+    return lines
 
 
 @pytest.mark.kills("jax_uncompressed_batches_not_mentioned")

@@ -114,6 +114,9 @@ def test_communication_options():
         ({"bytes_per_pack": -1}, "bytes_per_pack=-1"),
         ({"timeout_seconds": 0}, "timeout_seconds=0"),
         ({"compression": "int8"}, "compression='int8'"),
+        ({"compression": "float16", "compression_rank": 2}, "compression='float16'"),
+        ({"compression": "powersgd", "compression_rank": 0}, "compression_rank=0"),
+        ({"compression": "powersgd", "compression_rank": True}, "compression_rank=True"),
         ({"implementation": "MPI"}, "implementation='MPI'"),
         ({"implementation": 3}, "implementation=3"),
     ):

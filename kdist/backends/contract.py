@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from kdist.arrays.types import P, R, Shape, Structure, Tensor
     from kdist.backends.coordination import Coordination, Engine
+    from kdist.backends.low_rank import LowRank
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,8 @@ class Runtime(ABC):
 
     compression: str | None = None
     """The 16-bit dtype in which workers exchange gradients, or `None` for the dtype of each gradient."""
+    low_rank: LowRank | None = None
+    """What PowerSGD needs, or `None` without it."""
 
     def __init__(self, topology: Topology, group: Workers) -> None:
         self.topology = topology

@@ -24,7 +24,7 @@ import keras
 
 from kdist.arrays.splitting import have_all_rows
 from kdist.arrays.structures import joined
-from kdist.backends import debugging
+from kdist.backends import debugging, low_rank
 from kdist.context import ReplicaContext, StrategyLike, cross_replica
 from kdist.values import ReduceOp, component
 
@@ -32,6 +32,8 @@ WIDE = ("float32", "float64")
 """The dtypes of gradients that can be compressed to 16 bits."""
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from kdist.arrays.types import R, Scalar, T, Tensor, TensorT
     from kdist.backends.kept_gradients import KeptInReplicas
 
@@ -257,7 +259,42 @@ class Replica(ReplicaContext):
         weight = None if self.loss_is_weighted or not self.is_model_step else self.rows.share
         if self.kept_gradients is not None:
             return self._sum_kept(self.kept_gradients, gradients, variables, weight)
-        return self.all_reduce_packed(gradients, weight, self.strategy.runtime.compression)
+        return self._sum_compactly(gradients, variables, weight)
+
+    def _sum_compactly(
+        self,
+        gradients: Sequence[TensorT],
+        variables: Sequence[keras.Variable],
+        weight: Scalar | None = None,
+    ) -> list[TensorT]:
+        """Sums the gradients over the replicas, compressed as the user chose."""
+        runtime = self.strategy.runtime
+        if runtime.low_rank is None:
+            return self.all_reduce_packed(gradients, weight, runtime.compression)
+        if weight is not None:
+            gradients = [gradient * self.scalar(weight, gradient.dtype) for gradient in gradients]
+        slots = [runtime.low_rank.slots_of(variable, self.new_slots) for variable in variables]
+        own = [self.own_slots(each) for each in slots]
+        values = [[keras.ops.convert_to_tensor(slot) for slot in each] for each in own]
+        number = self.num_replicas_in_sync
+        totals, values = low_rank.sums(gradients, values, number, self.all_reduce_packed)
+        with self.scope.untracked():
+            for each, news in zip(own, values, strict=True):
+                for slot, new in zip(each, news, strict=True):
+                    self.write_slot(slot, new)
+        return totals
+
+    def new_slots(self, arrays: Sequence[np.ndarray]) -> Sequence[Any]:
+        """Returns variables that keep arrays between steps, for each local replica. PowerSGD needs them."""
+        raise NotImplementedError
+
+    def own_slots(self, slots: Sequence[Any]) -> Sequence[Any]:
+        """Returns this replica's variables from the result of `new_slots`."""
+        return slots[self.local_index] if slots else ()
+
+    def write_slot(self, slot: Any, value: Tensor) -> None:
+        """Sets a variable of `own_slots`."""
+        slot.assign(value)
 
     def _sum_kept(
         self,
@@ -273,7 +310,7 @@ class Replica(ReplicaContext):
         sums = kept.add(self.local_index, positions, gradients)
         if not kept.is_due:
             return [keras.ops.zeros_like(gradient) for gradient in gradients]
-        totals = self.all_reduce_packed(sums, None, self.strategy.runtime.compression)
+        totals = self._sum_compactly(sums, variables)
         kept.clear(self.local_index, positions)
         return totals
 

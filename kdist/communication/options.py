@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 from collections.abc import Sequence
 
@@ -38,7 +39,8 @@ class CommunicationOptions:
         compression: "float16" or "bfloat16" to send gradients between workers in 16 bits; not in `tf.distribute`.
             All workers need the same value. Each worker casts its gradients just before they are summed, and
             casts the sum back. Nothing else is cast: not weights, metrics, statistics, or values that you reduce.
-            No effect with one worker. kdist logs a warning where JAX cannot cast.
+            No effect with one worker. kdist logs a warning where JAX cannot cast. "powersgd" sends approximations.
+        compression_rank: The rank of the approximations with "powersgd" (default: 2).
 
     With "float16", gradients of `fit` do not overflow if each worker's are at most 65504, because each worker
     sends its share of the mean. With `reduction="sum"`, the total must not exceed this limit. In `Strategy.run`,
@@ -46,8 +48,13 @@ class CommunicationOptions:
     become 0, for example gradients below 1e-7 of 4 workers in `fit`.
     "bfloat16" has the range of float32, but only 8 bits of precision instead of 11.
 
+    With "powersgd", workers approximate the gradient of a matrix by the product of two matrices with `compression_rank`
+    columns, and send these. Axes before the last count as rows. Each replica adds the error to its next gradient. This
+    needs as much memory as the weights. Gradients for which the two matrices are not smaller are sent as they are.
+    No checkpoint contains the errors, which restart from zeros after a resume.
+
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/CommunicationOptions, and for
-    `compression` https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
+    `compression` https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html and https://arxiv.org/abs/1905.13727
 
     Example:
 
@@ -64,6 +71,7 @@ class CommunicationOptions:
         implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO,
         *,
         compression: str | None = None,
+        compression_rank: int | None = None,
     ) -> None:
         if bytes_per_pack < 0:
             raise InvalidArgumentError(
@@ -92,16 +100,24 @@ class CommunicationOptions:
                 received={"implementation": implementation},
                 hint='Pass a name: implementation="RING"',
             )
-        if compression not in (None, "float16", "bfloat16"):
+        if compression not in (None, "float16", "bfloat16", "powersgd"):
             raise InvalidArgumentError(
-                "`compression` is not a dtype of 16 bits.",
+                '`compression` is neither a dtype of 16 bits nor "powersgd".',
                 received={"compression": compression},
-                hint='Pass "bfloat16" or "float16", or None to send gradients as they are.',
+                hint='Pass "bfloat16", "float16" or "powersgd", or None to send gradients as they are.',
+            )
+        is_rank = type(compression_rank) is int and compression_rank > 0
+        if compression_rank is not None and not (is_rank and compression == "powersgd"):
+            raise InvalidArgumentError(
+                "`compression_rank` is not a positive integer, or `compression` has no rank.",
+                received={"compression_rank": compression_rank, "compression": compression},
+                hint='Pass for example compression="powersgd", compression_rank=2',
             )
         self.bytes_per_pack = bytes_per_pack
         self.timeout_seconds = timeout_seconds
         self.implementation = implementation
         self.compression = compression
+        self.compression_rank = compression_rank or (2 if compression == "powersgd" else None)
 
     def for_devices(self, devices: Sequence[str], worker_index: int = 0) -> CommunicationOptions:
         """Returns the options for these devices. Without GPUs, replaces NCCL with `AUTO` and warns."""
@@ -109,7 +125,9 @@ class CommunicationOptions:
         if not wants_nccl or all(name.startswith("gpu:") for name in devices):
             return self
         hint_ignored("implementation=NCCL", "NCCL needs NVIDIA GPUs.", worker_index)
-        return CommunicationOptions(self.bytes_per_pack, self.timeout_seconds, compression=self.compression)
+        options = copy.copy(self)
+        options.implementation = CommunicationImplementation.AUTO
+        return options
 
 
 class CollectiveHints(CommunicationOptions):

@@ -8,9 +8,9 @@ from kdist.backends import get_backend
 from kdist.backends.contract import Backend, Runtime
 from kdist.backends.messages import check_equal
 from kdist.cluster import Cluster, ClusterResolver, discover
-from kdist.communication.options import CommunicationOptions
+from kdist.communication.options import CommunicationOptions, hint_ignored
 from kdist.errors import InvalidArgumentError
-from kdist.topology import Topology
+from kdist.topology import Mirrored, Topology
 
 
 def choose_devices(
@@ -52,11 +52,19 @@ def check_options(options: CommunicationOptions | None) -> CommunicationOptions:
 
 def join_workers(topology: Topology, options: CommunicationOptions) -> Runtime:
     """Joins the workers, and compares the options that must be equal. Returns the runtime of a strategy."""
+    from kdist.backends.low_rank import LowRank  # needs Keras
+
     runtime = get_backend().create_runtime(topology, options)
     if runtime.num_workers > 1:
-        runtime.compression = options.compression
+        if options.compression_rank is None:
+            runtime.compression = options.compression
+        elif isinstance(topology.storage, Mirrored):
+            runtime.low_rank = LowRank(options.compression_rank)
+        else:
+            why = "not every device holds all variables."
+            hint_ignored(f"compression={options.compression!r}", why, runtime.worker_index)
         with runtime.engine_errors():
-            facts = {"compression": options.compression}
+            facts = {"compression": options.compression, "compression_rank": options.compression_rank}
             check_equal(runtime, "communication options", facts, "Pass the same compression on all workers.")
     return runtime
 

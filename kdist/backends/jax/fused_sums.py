@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -61,11 +62,11 @@ def over_rows(
         data: A global batch, whose rows the devices divide evenly, or such batches along a first axis.
         is_loop: Whether the data contains several batches.
         compression: A 16-bit dtype for the sums of the arrays that `checkpoint_name` names `GRADIENT`.
-        kept: The gradients that each device keeps of earlier batches; only for one batch.
+        kept: What each device keeps; gradients of earlier batches only for one batch.
 
     Returns:
-        The outputs of the last step, and a tuple of the next `turn`, the state, both equal on all devices, and the
-        gradients that each device keeps.
+        The outputs of the last step, and a tuple of the next `turn`, the state, both equal on all devices, and what
+        each device keeps.
 
     Raises:
         NoRule: If a part of the step cannot run on rows.
@@ -73,7 +74,6 @@ def over_rows(
     (axis,) = mesh.axis_names
     batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), data) if is_loop else data
     closed, shapes = jax.make_jaxpr(step, return_shape=True)(state, batch)
-    structure = jax.tree.structure(shapes)
 
     def on_rows(
         turn: jax.Array, state: Structure, arrays: Sequence[jax.Array], data: Structure
@@ -85,11 +85,10 @@ def over_rows(
             )
             values = [Value(leaf, WHOLE) for leaf in jax.tree.leaves(state)]
             values += [Value(leaf, 0) for leaf in jax.tree.leaves(batch)]
-            inside = None if kept is None else Kept([array[0] for array in arrays], kept.is_due)
-            program = _Program(axis, mesh.size, sums, compression, inside)
-            results = program.run(closed, values, is_whole=True)
-            outputs, state = jax.tree.unflatten(structure, [result.array for result in results])
-            arrays = [] if inside is None else [array[None] for array in inside.arrays]
+            inside = None if kept is None else Kept(jax.tree.map(lambda a: a[0], arrays), kept.is_due)
+            results = _Program(axis, mesh.size, sums, compression, inside).run(closed, values, is_whole=True)
+            outputs, state = jax.tree.unflatten(jax.tree.structure(shapes), [r.array for r in results])
+            arrays = [] if inside is None else jax.tree.map(lambda a: a[None], [inside.arrays, inside.slots])
             return (getattr(sums, "turn", turn), state, arrays), outputs
 
         if not is_loop:
@@ -102,7 +101,7 @@ def over_rows(
     specs = (equal, equal, rows, PartitionSpec(None, axis) if is_loop else rows)
     out_specs = (equal, (equal, equal, rows))
     mapped = jax.shard_map(on_rows, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
-    return mapped(turn, state, [] if kept is None else kept.arrays, data)
+    return mapped(turn, state, [] if kept is None else [kept.arrays, kept.slots], data)
 
 
 class _Operation(NamedTuple):
@@ -162,10 +161,8 @@ class _Program:
             if of_gradient or (is_addition and operation.outputs[0] in self._gradients):
                 self._gradients.update(operation.inputs)
         if self._kept is not None:
-            named = [
-                operation for operation in operations if operation.equation.params.get("name") == GRADIENT
-            ]
-            if len(named) != len(self._kept.arrays):
+            named = [each for each in operations if each.equation.params.get("name") == GRADIENT]
+            if len(named) != (len(self._kept.arrays) or len(self._kept.slots)):
                 raise NoRule("some variables without a gradient")
             self._named = {operation.outputs[0]: i for i, operation in enumerate(named)}
             self._gradients.update(self._named)
@@ -183,8 +180,11 @@ class _Program:
                     waiting.append(operation)
             operations = waiting
             if waiting:
-                known = [index for index in outputs if index in self._values]
-                self._complete([*wanted, *(known if is_whole else ())])
+                known = [index for index in outputs if index in self._values and is_whole]
+                if self._kept is not None and self._kept.waiting and not wanted:
+                    self._kept.sum_waiting(self._number, partial(self._sum_parts, known))
+                else:
+                    self._complete([*wanted, *known])
         if is_whole:
             self._complete(outputs)
         return [self._values[index] for index in outputs]
@@ -223,10 +223,9 @@ class _Program:
         if equation.effects:
             raise NoRule(f"{name}, which has side effects")
         if name == "name" and self._kept is not None and operation.outputs[0] in self._named:
-            if divisions[0] not in (SUM, WHOLE):
-                raise NoRule("a gradient of which each device has rows")
-            part = values[0].array if divisions[0] is SUM else self._first_only(values[0].array)
-            results = [self._kept.replace(self._named[operation.outputs[0]], part)]
+            results = self._kept.replace(self._named[operation.outputs[0]], self._divide(values[0], SUM))
+            if not results:
+                raise _Incomplete([])
         elif name == "sharding_constraint":
             is_replicated = equation.params["sharding"].is_fully_replicated
             if divisions[0] is SUM or (is_replicated and divisions[0] is not WHOLE):
@@ -256,13 +255,11 @@ class _Program:
 
     def _check_shape(self, name: str, shape: Sequence[int], result: Value) -> None:
         """Raises an error if an operation returns other rows than its rule promised."""
-        expected = list(shape)
+        found, expected = np.shape(result.array), list(shape)
         if result.division not in (WHOLE, SUM):
             expected[result.division] //= self._number
-        if list(np.shape(result.array)) != expected:
-            raise NoRule(
-                f"{name}, which returned the shape {np.shape(result.array)} instead of {tuple(expected)}"
-            )
+        if list(found) != expected:
+            raise NoRule(f"{name}, which returned the shape {found} instead of {tuple(expected)}")
 
     def _on_rows(self, operation: _Operation, values: list[Value]) -> list[Value]:
         """Runs an operation on rows, if it has a rule for their axis; otherwise, its inputs must be whole."""
@@ -339,6 +336,10 @@ class _Program:
                 dtype = self._values[index].array.dtype  # a bool is summed as an integer
                 self._values[index] = Value(total.astype(dtype), WHOLE)
 
+    def _sum_parts(self, others: Sequence[int], parts: Sequence[jax.Array]) -> list[jax.Array]:
+        self._complete([*(indices := [self._new(Value(part, SUM)) for part in parts]), *others])
+        return [self._values[index].array for index in indices]
+
     def _embed(self, value: Value) -> jax.Array:
         """Returns rows inside an array of zeros: the sum over the devices is the whole array."""
         array, axis = value.array, value.division
@@ -392,7 +393,7 @@ class _Program:
         if value.division == division:
             return value.array
         if value.division is not WHOLE:
-            raise NoRule("a loop whose carry changes its division")
+            raise NoRule("a gradient or a carry of a loop whose division changes")
         if division is SUM:
             return self._first_only(value.array)
         size = value.array.shape[division] // self._number

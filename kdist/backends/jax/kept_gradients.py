@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import keras
 import numpy as np
 from jax import numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
+from kdist.backends import low_rank
 from kdist.backends.jax.row_rules import SUM, WHOLE, Value
 from kdist.backends.kept_gradients import KeptGradients
 
@@ -19,23 +19,53 @@ if TYPE_CHECKING:
 
 
 class Kept:
-    """The gradients that a device keeps, and whether the step needs their sum over all devices.
+    """The gradients and errors that a device keeps, and whether the step needs sums over all devices.
 
     Args:
-        arrays: The sums of the gradients of earlier batches, in the order of the arrays named `GRADIENT`.
+        kept: Two lists in the order of the arrays named `GRADIENT`: the sums of the gradients of earlier batches, or
+            an empty list; and the slots for `low_rank.sums`, or an empty list.
         is_due: Whether the step needs the sum. Otherwise, it uses zeros.
     """
 
-    def __init__(self, arrays: Sequence[jax.Array], is_due: bool) -> None:
-        self.arrays = list(arrays)
+    def __init__(self, kept: Sequence[Sequence[Any]], is_due: bool | None) -> None:
+        self.arrays, self.slots = map(list, kept)
         self.is_due = is_due
+        self.waiting: dict[int, jax.Array] = {}
+        """The gradients that `sum_waiting` will sum."""
+        self._totals: dict[int, jax.Array] = {}
 
-    def replace(self, index: int, part: jax.Array) -> Value:
-        """Returns the array that the step uses instead of this device's part of a gradient."""
-        total = self.arrays[index] + part
-        zeros = jnp.zeros_like(total)
-        self.arrays[index] = zeros if self.is_due else total
-        return Value(total, SUM) if self.is_due else Value(zeros, WHOLE)
+    def replace(self, index: int, part: jax.Array) -> list[Value]:
+        """Returns the array that the step uses instead of this device's part of a gradient; none if it must wait."""
+        if index in self._totals:
+            return [Value(self._totals[index], WHOLE)]
+        if index in self.waiting:
+            return []
+        if self.arrays:
+            part = self.arrays[index] + part
+            zeros = jnp.zeros_like(part)
+            self.arrays[index] = zeros if self.is_due else part
+            if not self.is_due:
+                return [Value(zeros, WHOLE)]
+        if not self.slots:
+            return [Value(part, SUM)]
+        self.waiting[index] = part
+        return []
+
+    def sum_waiting(
+        self, number: int, exchange: Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
+    ) -> None:
+        """Sums the gradients that wait over a number of devices, with PowerSGD."""
+        slots = [self.slots[index] for index in self.waiting]
+        totals, slots = low_rank.sums([*self.waiting.values()], slots, number, exchange)
+        for index, total, slot in zip(self.waiting, totals, slots, strict=True):
+            self._totals[index], self.slots[index] = total, slot
+        self.waiting = {}
+
+
+def on_each_device(runtime: JaxCore, array: np.ndarray) -> jax.Array:
+    """Returns an array with one row per device, all equal to an array."""
+    shape = (runtime.num_replicas, *array.shape)
+    return jax.make_array_from_callback(shape, runtime.by_rows, lambda index: array[None])
 
 
 class CannotKeep(Exception):
@@ -45,20 +75,15 @@ class CannotKeep(Exception):
 class KeptOnDevices(KeptGradients):
     """Arrays with one row per device, on all devices of the mesh."""
 
+    _runtime: JaxCore
+
     def __init__(self, runtime: JaxCore, model: keras.Model) -> None:
         super().__init__(runtime, model)
-        self.sharding = NamedSharding(runtime.mesh, PartitionSpec(runtime.mesh.axis_names))
         self._shapes = [(tuple(v.shape), v.dtype) for v in model.trainable_variables]
         self.arrays = self._zeros()
 
     def _zeros(self) -> list[jax.Array]:
-        number = self.sharding.mesh.size
-        return [
-            jax.make_array_from_callback(
-                (number, *shape), self.sharding, lambda index, s=shape, d=dtype: np.zeros((1, *s), d)
-            )
-            for shape, dtype in self._shapes
-        ]
+        return [on_each_device(self._runtime, np.zeros(shape, dtype)) for shape, dtype in self._shapes]
 
     def take(self) -> list[jax.Array]:
         """Returns the sums over the local devices."""

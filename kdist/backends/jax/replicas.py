@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import keras
+import numpy as np
 from jax.extend.core import get_opaque_trace_state
 
 from kdist.backends.jax.collectives import Collectives
@@ -75,6 +76,18 @@ class JaxReplica(Replica):
 
         gather.defvjp(self._collectives.gather, backward)
         return numpy.moveaxis(gather(numpy.moveaxis(tensor, axis, 0)), 0, axis)
+
+    def new_slots(self, arrays: Sequence[np.ndarray]) -> list[keras.Variable]:
+        """Creates on-read variables, of which each replica has a component."""
+        options: Any = {"trainable": False, "synchronization": "on_read"}
+        return [
+            keras.Variable(lambda *_, a=a, **__: jax.numpy.asarray(a), a.shape, a.dtype.name, **options)
+            for a in arrays
+        ]
+
+    def own_slots(self, slots: Sequence[keras.Variable]) -> Sequence[keras.Variable]:
+        """Returns all variables."""
+        return slots
 
     def merge_call(
         self,

@@ -26,7 +26,7 @@ from kdist.backends.jax import moments
 from kdist.backends.jax.collectives import next_turn
 from kdist.backends.jax.core import JaxCore
 from kdist.backends.jax.fused_sums import GRADIENT, over_rows
-from kdist.backends.jax.kept_gradients import CannotKeep, Kept, KeptOnDevices
+from kdist.backends.jax.kept_gradients import CannotKeep, Kept, KeptOnDevices, on_each_device
 from kdist.backends.jax.storage import divided, is_divided, stored
 from kdist.backends.kept_gradients import KeepingSteps
 from kdist.cluster import logs
@@ -69,7 +69,9 @@ class JaxSteps(KeepingSteps[KeptOnDevices]):
         self._step = _stateless_step(self._model, kind)
         self._compiled = self._compile()
         self._is_slow_loop: bool | None = None
-        can_fuse = runtime.fuses_sums if runtime.compression is None else runtime.can_fuse
+        self._compression = runtime.compression or ("powersgd" if runtime.low_rank is not None else None)
+        self._slots: list[Any] = []
+        can_fuse = runtime.fuses_sums if self._compression is None else runtime.can_fuse
         self._can_fuse = can_fuse and kind != "predict"
         self.can_keep = runtime.can_fuse and not self._eager and kind == "train"
         if self._eager:
@@ -188,16 +190,21 @@ class JaxSteps(KeepingSteps[KeptOnDevices]):
     def _run_fused(self, data: Structure, is_loop: bool) -> Structure:
         memory, kept = self.runtime.memory, self.kept if self.keeps else None
         turn = next_turn(self.runtime)
-        arrays: list[jax.Array] = []
+        low_rank = self.runtime.low_rank if self.kind == "train" else None
+        if low_rank is not None and not self._slots:
+            firsts = map(low_rank.arrays, self.model.trainable_variables)
+            self._slots = [tuple(on_each_device(self.runtime, array) for array in each) for each in firsts]
+        arrays: list[Any] = [[], self._slots] if low_rank is not None else []
         if kept is not None:
             kept.next_batch()
-            arrays = kept.arrays
+            arrays = [kept.arrays, self._slots]
         program = self._compiled(True, is_loop, None if kept is None else kept.is_due)
         outputs, (turn, self._state, arrays) = program((turn, self._state, arrays), data)
         if memory is not None:
             memory.turn = turn
         if kept is not None:
-            kept.arrays = arrays
+            kept.arrays = arrays[0]
+        self._slots = arrays[1] if arrays else []
         return outputs
 
     def sync(self) -> None:
@@ -246,23 +253,23 @@ class JaxSteps(KeepingSteps[KeptOnDevices]):
         def fused(
             is_loop: bool,
             is_due: bool | None,
-            carry: tuple[jax.Array, _State, list[jax.Array]],
+            carry: tuple[jax.Array, _State, list[Any]],
             data: Structure,
         ) -> tuple[Structure, tuple[jax.Array, Structure, Sequence[jax.Array]]]:
             turn, state, arrays = carry
-            kept = None if is_due is None else Kept(arrays, is_due)
+            kept = Kept(arrays, is_due) if arrays else None
             step = functools.partial(traced, is_marked=kept is not None)
             memory, compression = runtime.memory, runtime.compression
             try:
                 return over_rows(step, runtime.mesh, memory, turn, state, data, is_loop, compression, kept)
             except Exception as reason:  # errors of the step itself are raised again
-                if kept is not None:
+                if is_due is not None:
                     raise CannotKeep(str(reason)) from reason
                 message = "kdist leaves the sums of the %s steps of this model to XLA: %s."
                 logs.logger.info(message, self.kind, reason)
                 self._note_uncompressed("of a step of fit", f"XLA sums the gradients ({reason}).")
                 outputs, state = looped(is_loop, state, data)
-                return outputs, (turn, state, [])
+                return outputs, (turn, state, arrays)
 
         @functools.cache
         def compiled(
@@ -273,8 +280,8 @@ class JaxSteps(KeepingSteps[KeptOnDevices]):
             carry: Any = tuple(runtime.shardings(variables) or runtime.replicated for variables in groups)
             program: Any = functools.partial(looped, is_loop)
             if is_fused:
-                rows = [] if is_due is None or self.kept is None else self.kept.sharding
-                carry, program = (runtime.replicated, carry, rows), functools.partial(fused, is_loop, is_due)
+                carry = (runtime.replicated, carry, runtime.by_rows)
+                program = functools.partial(fused, is_loop, is_due)
             program.__name__ = program.func.__name__  # of the program in profiles
             return jax.jit(program, donate_argnums=0, out_shardings=(runtime.replicated, carry))
 
@@ -293,9 +300,8 @@ class JaxSteps(KeepingSteps[KeptOnDevices]):
         return outputs, tuple(list(map(stored, *pair)) for pair in zip(groups, state, strict=True))
 
     def _note_uncompressed(self, what: str, why: str) -> None:
-        compression = self.runtime.compression
-        if compression is not None and self.kind == "train":
-            hint_ignored(f"compression={compression!r} {what}", why, self.runtime.worker_index)
+        if self._compression is not None and self.kind == "train":
+            hint_ignored(f"compression={self._compression!r} {what}", why, self.runtime.worker_index)
 
     def _has_lost_divided(self) -> bool:
         variables = [v for group in _state_variables(self.model, self.kind) for v in group]
@@ -319,7 +325,7 @@ class JaxSteps(KeepingSteps[KeptOnDevices]):
             jax.block_until_ready(self._state)  # an execution can fail after its dispatch
         except (RuntimeError, ValueError):  # deleted, or a backend error
             keras_hooks.hide_state(self.model)
-            self._state = None
+            self._state, self._slots = None, []
 
 
 def _state_variables(model: keras.Model, kind: str) -> list[Sequence[keras.Variable]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from kdist import keras_hooks
@@ -111,6 +112,15 @@ class TensorFlowReplica(Replica):
             self._gathered(gradient, variable) if is_sparse else next(sums)
             for gradient, variable, is_sparse in zip(gradients, variables, sparse, strict=True)
         ]
+
+    def new_slots(self, arrays: Sequence[np.ndarray]) -> list[list[tf.Variable]]:
+        """Creates variables on each device."""
+        runtime, slots = self.strategy.runtime, []
+        with keras_hooks.without_scope(), tf.init_scope(), runtime.suspended():
+            for name in runtime.devices:
+                with tf.device(name):
+                    slots.append([tf.Variable(array, trainable=False) for array in arrays])
+        return slots
 
     def _gathered(self, slices: tf.IndexedSlices, variable: keras.Variable) -> tf.IndexedSlices:
         if self.num_replicas_in_sync == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,7 @@ class RecordedSteps:
     """
 
     def __init__(self, runtime: TorchCore, model: keras.Model, kind: str) -> None:
-        self._device = runtime.torch_devices[0].type
+        self._runtime, self._device = runtime, runtime.torch_devices[0].type
         self._kind = kind
         # The model owns the steps, because they refer to its variables. Otherwise, it could never be freed.
         self._key = (kind, id(self))
@@ -95,7 +96,11 @@ class RecordedSteps:
         seen: _Seen,
     ) -> list[Structure]:
         metrics = [keras_hooks.native_value(variable) for variable in model.metrics_variables]
-        recording = Recording(leaves, keras_hooks.step_tensors(model), metrics)
+        variables = list(keras_hooks.step_tensors(model))
+        if self._runtime.low_rank is not None:
+            for _, slots in self._runtime.low_rank.slots.items():
+                variables += itertools.chain(*slots)
+        recording = Recording(leaves, variables, metrics)
         results = run(batch, recording)
         seen.cost += _REPLAYS_PER_RECORDING
         if seen.cost > _MOST_RECORDINGS * _REPLAYS_PER_RECORDING:

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import keras
+import numpy as np
 import torch
 
 from kdist import keras_hooks
@@ -77,7 +78,7 @@ class TorchReplica(Replica):
         Do not write to the results, because all local replicas of a device share them.
         """
         with torch.no_grad():
-            if self.has_neighbors or self.recording is not None:
+            if self.has_neighbors or self.recording is not None or self._workers.num_workers == 1:
                 return self._sum_in_place([tensor.detach().clone() for tensor in tensors])
             totals = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
             start = self._workers.start_all_reduce
@@ -149,6 +150,15 @@ class TorchReplica(Replica):
         for i, total in zip(own, sums, strict=True):
             results[i] = total
         return results
+
+    def new_slots(self, arrays: Sequence[np.ndarray]) -> list[Tensors]:
+        """Copies the arrays to each device."""
+        devices = self.strategy.runtime.torch_devices
+        return [[torch.tensor(array, device=device) for array in arrays] for device in devices]
+
+    def write_slot(self, slot: torch.Tensor, value: torch.Tensor) -> None:
+        """Copies, because a recorded step uses the same tensors again."""
+        slot.copy_(value.detach())
 
     @property
     def divides_variables(self) -> bool:

@@ -45,8 +45,6 @@ class Workers(workers.Workers):
         self, tensor: torch.Tensor, group: object = None, result: torch.Tensor | None = None
     ) -> Callable[[], None]:
         """Starts `all_reduce`, in place or into a contiguous `result`. Returns a function that waits for the sum."""
-        if result is not None:
-            result.copy_(tensor)
         return lambda: None
 
     def broadcast(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
@@ -111,8 +109,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
                 pieces = zip(memory.pieces_of(source), memory.pieces_of(target), strict=True)
                 works += [memory.start([a], [b], f"{(*tensor.shape,)}") for a, b in pieces]
             else:
-                if result is not None:
-                    result.copy_(tensor)
+                total.copy_(tensor)
                 works.append(dist.all_reduce(total, group=group or self._group(total), async_op=True))
 
         def finish() -> None:
@@ -352,11 +349,8 @@ def _join(
     nccl, memory = compare_workers(meeting, devices, options.implementation, seconds)
     if options.implementation is CommunicationImplementation.RING and nccl:
         nccl = False
-        hint_ignored(
-            "implementation=RING",
-            "gloo connects the GPUs and chooses its algorithm.",
-            cluster.worker_index,
-        )
+        why = "gloo connects the GPUs and chooses its algorithm."
+        hint_ignored("implementation=RING", why, cluster.worker_index)
     lifeline = meeting.open_lifeline()
     _set_current_gpu(devices)
     if nccl:
@@ -397,9 +391,7 @@ def _adopt(cluster: Cluster, devices: Sequence[str], timeout: float) -> JoinedWo
     cpu, gpu = (backend_of(kind, group) for kind in ("cpu", "cuda"))
     cpu_group = None if cpu is not None else dist.new_group(backend="gloo")
     nccl = gpu is not None and gpu.name() == "nccl"
-    return JoinedWorkers(
-        cluster, lifeline, meeting.store, nccl, owns_group=False, cpu_group=cpu_group, memory=memory
-    )
+    return JoinedWorkers(cluster, lifeline, meeting.store, nccl, False, cpu_group, memory)
 
 
 def _set_current_gpu(devices: Sequence[str]) -> None:

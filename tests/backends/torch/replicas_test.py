@@ -25,7 +25,7 @@ def in_replicas(rows, replicas, body):
     threads = ReplicaThreads([f"replica {i}" for i in range(replicas)])
 
     def one(index, baton):
-        strategy = SimpleNamespace(own_ops=None, runtime=SimpleNamespace(compression=None))
+        strategy = SimpleNamespace(own_ops=None, runtime=SimpleNamespace(compression=None, low_rank=None))
         return body(TorchReplica(strategy, index, shares, index, baton, Workers()), slice(*split[index]))
 
     return threads.run(one)
