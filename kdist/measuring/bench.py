@@ -89,7 +89,7 @@ class Measured:
     @property
     def steps_per_second(self) -> float:
         """The steps per second, in the median round."""
-        return self.steps / statistics.median(self.seconds)
+        return statistics.median(self.steps / seconds for seconds in self.seconds)
 
     def over(self, compared: Compared) -> list[float]:
         """Returns the time divided by the time of a contender, per round. Below 1, kdist is faster."""
