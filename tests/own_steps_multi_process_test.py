@@ -313,3 +313,28 @@ def resumes_a_gan(folder: str, under_strategy: bool) -> Any:
 def test_a_resumed_gan_keeps_the_state_of_its_optimizers(backend: str, tmp_path: Any) -> None:
     expected = run_plain(backend, resumes_a_gan, str(tmp_path), False)
     assert_close(run(backend, 2, resumes_a_gan, str(tmp_path), True), [expected] * 2, rtol=1e-4)
+
+
+def saves_an_uncalled_model(folder: str) -> str:
+    """Returns the error for a model with `call` that was not called, although its layers are built."""
+    import keras
+
+    import kdist
+
+    class Uncalled(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+
+        def call(self, x: Any) -> Any:
+            return self.inner(x)
+
+    with pytest.raises(kdist.errors.CheckpointError) as caught:
+        kdist.Checkpoint(model=Uncalled()).save(folder)
+    return str(caught.value)
+
+
+@pytest.mark.kills("checkpoint_of_models_that_were_not_called")
+@each_backend
+def test_a_model_that_was_not_called_cannot_be_saved(backend: str, tmp_path: Any) -> None:
+    assert "call it on a batch first" in run(backend, 1, saves_an_uncalled_model, str(tmp_path))[0]

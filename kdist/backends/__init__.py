@@ -9,6 +9,7 @@ from kdist.backends.contract import Backend
 from kdist.cluster import logs
 from kdist.cluster.environment import keras_backend_name
 from kdist.cluster.keras_backends import added_backends, check_backend
+from kdist.errors import BackendError
 
 # In kdist/backends/NAME/backend.py.
 _CLASSES = {"tensorflow": "TensorFlowBackend", "jax": "JaxBackend", "torch": "TorchBackend"}
@@ -32,5 +33,11 @@ def _create(name: str) -> Backend:
     check_backend(name)
     if name in _CLASSES:
         return getattr(importlib.import_module(f"kdist.backends.{name}.backend"), _CLASSES[name])()
-    (added,) = added_backends(name)
-    return added.load()()
+    added = list(added_backends(name))
+    if len(added) > 1:
+        raise BackendError(
+            f"Several packages add the backend {name!r}.",
+            received={"entry_points": [point.value for point in added]},
+            hint="Uninstall all of them except one.",
+        )
+    return added[0].load()()

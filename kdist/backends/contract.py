@@ -175,7 +175,7 @@ class Runtime(ABC):
     compression: str | None = None
     """The 16-bit dtype in which workers exchange gradients, or `None` for the dtype of each gradient."""
     low_rank: LowRank | None = None
-    """What PowerSGD needs, or `None` without it."""
+    """The state of PowerSGD, or `None` without it."""
 
     def __init__(self, topology: Topology, group: Workers) -> None:
         self.topology = topology

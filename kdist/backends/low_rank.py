@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class LowRank:
-    """The rank of the approximations, and what the replicas keep for each variable as long as it lives.
+    """The rank of the approximations, and the arrays of the replicas for each variable, as long as it lives.
 
     A replica keeps two arrays per matrix: the error, and the right factor of the last approximation.
     """
@@ -42,7 +42,7 @@ class LowRank:
     def slots_of(
         self, variable: keras.Variable, new: Callable[[Sequence[np.ndarray]], Sequence[Any]]
     ) -> Sequence[Any]:
-        """Returns what `new` makes of the first arrays, the same object in each call."""
+        """Returns the result of `new` for the first arrays, the same object in each call."""
         known = self.slots.get(variable)
         if known is None:
             arrays = self.arrays(variable)

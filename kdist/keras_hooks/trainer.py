@@ -106,7 +106,9 @@ def has_all_variables(layer: keras.Layer) -> bool:
     """Returns whether a layer is built, or all layers of a model that is never built, as a GAN without `call`."""
     import keras
 
-    if layer.built or not isinstance(layer, keras.Model) or type(layer).build is not keras.Model.build:
+    kind = type(layer)
+    never_builds = kind.build is keras.Model.build and kind.call is keras.Model.call
+    if layer.built or not (isinstance(layer, keras.Model) and never_builds):
         return bool(layer.built)
     inner = layer._flatten_layers(include_self=False)
     return bool(inner) and all(other.built for other in inner)

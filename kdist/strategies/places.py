@@ -52,13 +52,13 @@ def check_options(options: CommunicationOptions | None) -> CommunicationOptions:
 
 def join_workers(topology: Topology, options: CommunicationOptions) -> Runtime:
     """Joins the workers, and compares the options that must be equal. Returns the runtime of a strategy."""
-    from kdist.backends.low_rank import LowRank  # needs Keras
-
     runtime = get_backend().create_runtime(topology, options)
     if runtime.num_workers > 1:
         if options.compression_rank is None:
             runtime.compression = options.compression
         elif isinstance(topology.storage, Mirrored):
+            from kdist.backends.low_rank import LowRank  # needs Keras
+
             runtime.low_rank = LowRank(options.compression_rank)
         else:
             why = "not every device holds all variables."

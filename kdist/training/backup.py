@@ -200,7 +200,11 @@ def _restore_newest(manager: CheckpointManager) -> None:
     for name in reversed(shared):
         path = os.path.join(manager.directory, name)
         try:
-            manager.checkpoint.restore(path)
+            unused = [n for n in manager.checkpoint.restore(path).unused if not n.endswith(".metrics")]
+            if unused:  # for example an optimizer whose weights are not in the model
+                logger.warning(
+                    "the backup %s contains %s, which kdist cannot restore.", path, ", ".join(unused)
+                )
             return
         except CheckpointCorruptError as error:
             logger.warning(

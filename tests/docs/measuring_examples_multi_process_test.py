@@ -84,6 +84,13 @@ def mixed_precision_1(example: Run) -> None:
 
 
 def mixed_precision_2(example: Run) -> None:
+    import kdist
+
+    low_rank = example(kdist=kdist)["strategy"].runtime.low_rank
+    assert low_rank is not None and low_rank.rank == 2
+
+
+def mixed_precision_3(example: Run) -> None:
     import keras
 
     given = rows()

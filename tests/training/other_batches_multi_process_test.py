@@ -1,4 +1,4 @@
-"""Warnings of backups about other batches in the middle of an epoch."""
+"""Warnings of backups: other batches in the middle of an epoch, and objects that are not restored."""
 
 from __future__ import annotations
 
@@ -41,3 +41,37 @@ def test_a_resume_with_other_batches_warns(backend: str, tmp_path: Path) -> None
     chief, other = run(backend, 2, in_worker_other_batches, str(tmp_path))
     assert [len(texts) for texts in chief] == [0, 1, 0] and not any(other)
     assert "batch size 8, number of batches 6; now: batch size 4, number of batches 11." in chief[1][0]
+
+
+def in_worker_other_weights(folder: str) -> list[str]:
+    """Returns the warnings of a resumed `fit`. The model has an optimizer of a weight outside the model."""
+    import keras
+    import numpy as np
+
+    import kdist
+    from tests.helpers.processes import strategy
+
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("kdist").addHandler(handler)
+    try:
+        for epochs in (1, 2):
+            with strategy().scope():
+                model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+                model.compile("adam", "mse")
+                model.other = keras.optimizers.SGD()
+                if epochs == 1:
+                    model.other.build([keras.Variable([1.0, 2.0])])
+            backup = kdist.callbacks.BackupAndRestore(folder, delete_checkpoint=False)
+            model.fit(np.ones((4, 2)), np.ones((4, 1)), epochs=epochs, verbose=0, callbacks=[backup])
+    finally:
+        logging.getLogger("kdist").removeHandler(handler)
+    return found
+
+
+@pytest.mark.kills("backup_not_restored_unnoticed")
+@each_backend_in_twelve_turns
+def test_a_resume_warns_of_objects_that_it_does_not_restore(backend: str, tmp_path: Path) -> None:
+    for warnings in run(backend, 2, in_worker_other_weights, str(tmp_path)):
+        assert len(warnings) == 1 and "contains model.other, which kdist cannot restore" in warnings[0]

@@ -62,7 +62,7 @@ def over_rows(
         data: A global batch, whose rows the devices divide evenly, or such batches along a first axis.
         is_loop: Whether the data contains several batches.
         compression: A 16-bit dtype for the sums of the arrays that `checkpoint_name` names `GRADIENT`.
-        kept: What each device keeps; gradients of earlier batches only for one batch.
+        kept: The arrays that each device keeps; gradients of earlier batches only for one batch.
 
     Returns:
         The outputs of the last step, and a tuple of the next `turn`, the state, both equal on all devices, and what

@@ -214,8 +214,12 @@ class JaxSteps(KeepingSteps[KeptOnDevices]):
             return
         keras_hooks.hide_state(self.model)
         # If an execution has failed, raise its error here, rather than where its values are used.
-        with tracing.span("until ready", "step"):
-            jax.block_until_ready(state)
+        try:
+            with tracing.span("until ready", "step"):
+                jax.block_until_ready((state, self._slots))
+        except BaseException:
+            self._slots = []
+            raise
         for variables, values in zip(_state_variables(self.model, self.kind), state, strict=True):
             shown = values if self._eager else self.runtime.show_variables(variables, values)
             for variable, value in zip(variables, shown, strict=True):
@@ -322,7 +326,7 @@ class JaxSteps(KeepingSteps[KeptOnDevices]):
         The variables then keep the values of the last sync.
         """
         try:
-            jax.block_until_ready(self._state)  # an execution can fail after its dispatch
+            jax.block_until_ready((self._state, self._slots))  # an execution can fail after its dispatch
         except (RuntimeError, ValueError):  # deleted, or a backend error
             keras_hooks.hide_state(self.model)
             self._state, self._slots = None, []

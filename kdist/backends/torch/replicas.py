@@ -82,7 +82,9 @@ class TorchReplica(Replica):
                 return self._sum_in_place([tensor.detach().clone() for tensor in tensors])
             totals = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
             start = self._workers.start_all_reduce
-            for finish in [start(t.detach(), result=total) for t, total in zip(tensors, totals, strict=True)]:
+            # Contiguous on all workers, because others do not go through shared memory.
+            sources = [tensor.detach().contiguous() for tensor in tensors]
+            for finish in [start(t, result=total) for t, total in zip(sources, totals, strict=True)]:
                 finish()
             return totals
 

@@ -391,7 +391,7 @@ def _adopt(cluster: Cluster, devices: Sequence[str], timeout: float) -> JoinedWo
     cpu, gpu = (backend_of(kind, group) for kind in ("cpu", "cuda"))
     cpu_group = None if cpu is not None else dist.new_group(backend="gloo")
     nccl = gpu is not None and gpu.name() == "nccl"
-    return JoinedWorkers(cluster, lifeline, meeting.store, nccl, False, cpu_group, memory)
+    return JoinedWorkers(cluster, lifeline, meeting.store, nccl, False, cpu_group=cpu_group, memory=memory)
 
 
 def _set_current_gpu(devices: Sequence[str]) -> None:

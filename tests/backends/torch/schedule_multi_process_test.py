@@ -98,3 +98,24 @@ def test_a_replay_starts_exchanges_early_and_in_the_same_order() -> None:
     assert [size for kind, size in replay if kind == "start"] == starts
     assert len(starts) == 5  # two for BatchNormalization, two for gradients, one for metrics
     assert (in_flight(eager), in_flight(replay)) == (2, 3)
+
+
+def strided_on_one_worker() -> list[float]:
+    import torch
+
+    import kdist
+
+    strategy = kdist.MultiWorkerMirroredStrategy()
+    index = strategy.runtime.worker_index
+
+    def total(x: Any) -> Any:
+        column = x[:, 0]
+        return kdist.get_replica_context().all_reduce("SUM", column if index == 0 else column.contiguous())
+
+    totals: list[float] = strategy.run(total, args=(torch.arange(6.0).reshape(3, 2),)).tolist()
+    return totals
+
+
+@pytest.mark.kills("torch_sums_of_strided_tensors_elsewhere")
+def test_tensors_may_be_contiguous_on_some_workers_only() -> None:
+    assert run("torch", 2, strided_on_one_worker) == [[0.0, 4.0, 8.0]] * 2
