@@ -8,10 +8,10 @@ import signal
 import sys
 import time
 
-from kdist.backends import whereabouts
 from kdist.cluster import environment, injection, logs
 from kdist.cluster.injection import Fault
 from kdist.context import joined_strategy
+from kdist.control import whereabouts
 
 _done: set[int] = set()
 _SIGNALS = {"kill": "SIGKILL", "sigterm": "SIGTERM", "freeze": "SIGSTOP"}

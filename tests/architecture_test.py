@@ -62,7 +62,6 @@ EXTRA_FILES = {
         "storage.py",  # PyTorch can shard tensors, but not the variables of Keras
         "copies.py",  # PyTorch's replicas of a process need tensors of their own
         "divided.py",  # Keras's layers on PyTorch need whole tensors
-        "lifeline.py",  # PyTorch does not notice a worker that dies or hangs
         "seeds.py",  # reading a seed from a GPU waits for all work on the GPU
         "modules.py",  # PyTorch modules inside a Keras model read their parameters directly
         "tables.py",  # only TensorFlow's coordinator looks up rows on its servers
@@ -124,7 +123,18 @@ def test_launch_sees_only_cluster_and_errors():
 
 @pytest.mark.parametrize(
     "package",
-    ["cluster", "tracing", "launch", "errors", "whole_files", "named", "context", "handlers", "contents"],
+    [
+        "cluster",
+        "control",
+        "tracing",
+        "launch",
+        "errors",
+        "whole_files",
+        "named",
+        "context",
+        "handlers",
+        "contents",
+    ],
 )
 def test_light_packages_need_only_the_standard_library(package):
     broken = [

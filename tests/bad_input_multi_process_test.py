@@ -160,7 +160,7 @@ def test_port_in_use(backend, tmp_path):
         expect(chief, "ClusterConfigError", str(taken))
 
 
-@pytest.mark.parametrize("backend", ["jax", "torch"])  # TensorFlow has the same rendezvous as JAX
+@pytest.mark.parametrize("backend", ["jax", "torch"])  # all backends have the same rendezvous
 @pytest.mark.in_turn(4)
 def test_workers_with_different_secrets(backend, tmp_path):
     addresses = local_addresses(2)
@@ -178,7 +178,7 @@ def test_workers_with_different_secrets(backend, tmp_path):
     assert "5ec2e7" not in told
 
 
-@pytest.mark.kills(waits_for_those_that_have_come="[torch-other]", waits_in_silence="[jax-chief]")
+@pytest.mark.kills(waits_for_those_that_have_come="[jax-other]", waits_in_silence="[jax-chief]")
 @pytest.mark.parametrize("missing", [0, 1], ids=["chief", "other"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.in_turn(3)
@@ -189,7 +189,7 @@ def test_a_worker_that_never_comes(backend, missing, tmp_path):
         "TF_CONFIG": tf_config(addresses, 1 - missing),
         "KDIST_JOIN_TIMEOUT": "3",
     }
-    sooner = "from kdist.backends import waiting; waiting._FIRST = 1.0\n"
+    sooner = "from kdist.control import waiting; waiting._FIRST = 1.0\n"
     with started(tmp_path, PRELUDE + IMPORT + sooner + MULTI_WORKER, [env]) as (script,):
         name = f"worker {missing} ({addresses[missing]})"
         expect(script, "WorkerTimeoutError", name, "within 3 s", "KDIST_JOIN_TIMEOUT=")

@@ -90,7 +90,6 @@ FAILS = TRAINS.replace(
 )
 
 
-@pytest.mark.kills(tensorflow_names_a_later_worker="[tensorflow]")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.in_turn(6)
 def test_a_busy_worker_names_the_worker_that_failed_first(backend, tmp_path):

@@ -10,9 +10,11 @@ from random import Random
 
 import pytest
 
-from kdist.cluster import complete_addresses, discover, exchange
+from kdist.cluster import discover
+from kdist.control import rendezvous
 from kdist.errors import KdistError
 from tests.fuzz.mutate import change_bytes
+from tests.helpers.joining import addresses_of
 from tests.helpers.ports import neighboring_ports
 from tests.helpers.scripts import local_addresses
 
@@ -53,15 +55,20 @@ def test_strangers_where_workers_meet(monkeypatch):
 
     def meet(cluster):
         try:
-            found[cluster.worker_index] = complete_addresses(cluster, 20.0)
+            found[cluster.worker_index] = addresses_of(cluster, 20.0)
         except KdistError as error:
             found[cluster.worker_index] = error
 
     workers = [threading.Thread(target=meet, args=(cluster,), daemon=True) for cluster in clusters]
     workers[0].start()
     said = json.dumps({"worker": 1, "num_workers": 3, "address": "6.6.6.6:1"}).encode()
-    good = [said + b"\n", b"kdh1\0\0\0\x20" + bytes(32), b"kdl1H\0\0\0\x01", b"GET / HTTP/1.1\r\n\r\n"]
-    place = exchange._meeting_places(clusters[0])[0]
+    good = [
+        said + b"\n",
+        b"kdh1\0\0\0\x20" + bytes(32),
+        b"kdc1H\0\0\0\x01" + bytes(8),
+        b"GET / HTTP/1.1\r\n\r\n",
+    ]
+    place = rendezvous._places(clusters[0], None)[0]
     open_ones = throw(place, good, SEED, lambda: 0 in found)
     for worker in workers[1:]:
         worker.start()
@@ -70,7 +77,7 @@ def test_strangers_where_workers_meet(monkeypatch):
     for connection in open_ones:
         connection.close()
     assert found.keys() == {0, 1, 2}, "a worker hangs or has crashed"
-    if hasattr(exchange, "handshake"):  # strangers without the secret have no effect
+    if hasattr(rendezvous, "handshake"):  # strangers without the secret have no effect
         assert len(set(found.values())) == 1 and not isinstance(found[0], KdistError), found
 
 

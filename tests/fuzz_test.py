@@ -67,7 +67,7 @@ def test_changed_inputs(inputs, seed, tmp_path):
     assert sum(number for number, _ in counts.values()) >= inputs
     ignoring = {
         "address of a worker",
-        "lifeline",
+        "channel",
         "kept checkpoints",
     }  # these ignore bad inputs without an error
     assert refused.keys() == counts.keys() - ignoring  # each parser refused some inputs

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
-import json
 import os
 import zlib
 
@@ -13,7 +11,7 @@ import pytest
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.data import make_data
 from tests.helpers.models import network, weights_of
-from tests.helpers.processes import BACKENDS, full_unless, run, run_plain, scope, start_pool, strategy
+from tests.helpers.processes import BACKENDS, full_unless, run_plain, scope, start_pool, strategy
 from tests.turn import turn
 
 ROWS = 45  # batches of 20 are uneven for 8 and 16 workers, and the last batch has fewer rows than workers
@@ -96,42 +94,3 @@ def strategy_is_there():
 
     assert strategy().num_replicas_in_sync == int(os.environ["WORLD_SIZE"])
     kdist.barrier()
-
-
-def in_worker_gather(number):
-    """Gathers values with one thread per worker; returns them, and the number of reads of each worker."""
-    import threading
-    from concurrent.futures import ThreadPoolExecutor
-
-    import torch.distributed as dist
-
-    from kdist.backends.torch.meeting import Meeting
-    from kdist.cluster import discover
-
-    reads = collections.Counter()
-
-    class Counting(dist.PrefixStore):
-        def get(self, key):
-            reads[threading.current_thread().name] += 1
-            return super().get(key)
-
-    shared = dist.HashStore()
-
-    def gather(index):
-        tasks = {"cluster": {"worker": [f"127.0.0.1:{9000 + i}" for i in range(number)]}}
-        told = json.dumps({**tasks, "task": {"type": "worker", "index": index}})
-        meeting = Meeting(discover(environ={"TF_CONFIG": told}), 60, shared)
-        meeting.store = Counting("test", shared)
-        return meeting.gather("values", {"worker": index})
-
-    with ThreadPoolExecutor(number) as threads:
-        return list(threads.map(gather, range(number))), sorted(reads.values())
-
-
-@pytest.mark.xdist_group("pool-torch")
-@pytest.mark.kills("rendezvous_of_many_workers_read_by_all")
-@pytest.mark.parametrize(("number", "reads"), [(8, [8] * 8), (9, [1] * 8 + [9])])
-def test_the_chief_alone_reads_the_values_of_many_workers_on_pytorch(number, reads):
-    ((found, counted),) = run("torch", 1, in_worker_gather, number)
-    assert found == [[{"worker": i} for i in range(number)]] * number
-    assert counted == reads

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kdist import tracing
 from kdist.arrays.splitting import split_rows
-from kdist.backends import stalls
 from kdist.backends.workers import Workers
 from kdist.communication import interrupts
 from kdist.communication.cross_device_ops import CrossDeviceOps
 from kdist.communication.options import CommunicationOptions
 from kdist.context import StrategyLike
+from kdist.control import stalls
 from kdist.errors import KdistError, UnsupportedError
 from kdist.topology import Sharded, Topology
 

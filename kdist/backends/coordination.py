@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from kdist.backends import whereabouts
 from kdist.context import StrategyLike
+from kdist.control import whereabouts
 from kdist.errors import StrategyScopeError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Threads for replicas, of which one runs at a time, and a thread for background calls.
+"""Threads for replicas, of which one runs at a time.
 
 A replica thread passes the baton to the next one at every collective, as in `tf.distribute`. Keras's Python
 objects need no locks because only one replica runs at any time. The fixed order makes results reproducible.
@@ -12,7 +12,6 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
     # What a thread shall call: in a context, and with a future for the result.
     _Task = tuple[Context, Callable[..., None], tuple[object, ...]]
-    _Errand = tuple[Future[Any], Callable[..., object], tuple[object, ...]]
 
 _END = ("the end of the step", None)
 
@@ -172,36 +170,6 @@ class ReplicaThreads:
             name = f"kdist {self._names[len(self._tasks) + 1]}"
             threading.Thread(target=_work, args=(tasks,), name=name, daemon=True).start()
             self._tasks.append(tasks)
-
-
-class Errands:
-    """Makes calls in a background thread, one after the other. The program can exit while it runs."""
-
-    def __init__(self, name: str) -> None:
-        self._calls: queue.SimpleQueue[_Errand] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_run_errands, args=(self._calls,), name=name, daemon=True)
-
-    def submit(self, function: Callable[..., R], *args: object) -> Future[R]:
-        """Schedules a call and returns its future."""
-        if not self._thread.ident:
-            self._thread.start()
-        future: Future[R] = Future()
-        self._calls.put((future, function, args))
-        return future
-
-    def is_here(self) -> bool:
-        """Returns whether the caller runs in this background thread."""
-        return self._thread is threading.current_thread()
-
-
-def _run_errands(calls: queue.SimpleQueue[_Errand]) -> None:
-    while True:
-        future, function, args = calls.get()
-        try:
-            future.set_result(function(*args))
-        except BaseException as error:
-            future.set_exception(error)
-        del future, function, args
 
 
 def _run_one(

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from kdist import communication
-from kdist.backends import mail
-from kdist.backends.mail import Mail
-from kdist.backends.stalls import Board, StallWatch
-from kdist.backends.store import Store
 from kdist.cluster import Cluster, liveness
+from kdist.control import channel
+from kdist.control.channel import Channel
+from kdist.control.lost_workers import HUNG, Loss
+from kdist.control.stalls import StallWatch
 
 if TYPE_CHECKING:
-    from kdist.arrays.types import T
     from kdist.communication.shared_memory import SharedMemory
-
-_WAITS = "kdist/waits"
-# Longer messages are sent in pieces, because the stores of JAX and TensorFlow cannot hold a value of 2 GiB.
-_PIECE = 1 << 26
-_MORE, _LAST = b"+", b"."
 
 
 def folders_of_engine(*files: str) -> tuple[str, ...]:
-    """Returns path prefixes of code that waits for devices or the store, given a file per directory."""
+    """Returns path prefixes of code that waits for other workers or devices, given a file per directory."""
     files = communication.__file__, *files  # sums in shared memory
-    return mail.__file__, *(os.path.join(os.path.dirname(file), "") for file in files)
+    return channel.__file__, *(os.path.join(os.path.dirname(file), "") for file in files)
 
 
 class Workers:
@@ -53,14 +47,14 @@ class Workers:
         return lambda: [data]
 
     def post(self, key: str, text: str) -> None:
-        """Posts a text under a new key, so that any worker can look it up later. Does not wait."""
+        """Posts a text under a key: for all workers on the chief, otherwise for the chief. Does not wait."""
 
     def look_up(self, key: str) -> str | None:
-        """Returns the text that a worker has posted under a key, or `None`. Does not wait."""
+        """Returns the text that was posted under a key, or `None`. Does not wait."""
         return None
 
     def lost(self) -> frozenset[int]:
-        """Returns the workers that the backend has reported as lost. Does not wait, and is thread-safe."""
+        """Returns the workers that are lost or have ended. Does not wait, and is thread-safe."""
         return frozenset()
 
     def working(self) -> AbstractContextManager[object]:
@@ -79,83 +73,82 @@ class Workers:
         """
 
 
-class JoinedWorkers(Workers, Board):
-    """The base class for the workers of a cluster. Each backend has a subclass.
+class JoinedWorkers(Workers, ABC):
+    """The base class for the workers of a cluster. Each backend has a subclass."""
 
-    It has a `mail`, unless the backend sends all messages with collectives.
-    """
-
-    mail: Mail
     memory: SharedMemory | None = None
     """The shared memory of the workers, if all of them are on one machine and have one CPU device."""
 
-    def __init__(self, cluster: Cluster, store: Store) -> None:
+    def __init__(self, cluster: Cluster, channel: Channel) -> None:
         self.num_workers = cluster.num_workers
         self.worker_index = cluster.worker_index
         self.names = cluster.worker_names
-        self.store = store
+        self.channel = channel
         self._stalls = StallWatch(self, self.names, self.worker_index)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Gathers messages of any length, in as many pieces as the longest message needs."""
-        messages: list[list[bytes]] = [[] for _ in range(self.num_workers)]
-        start, has_more = 0, True
-        while has_more:
-            end = start + _PIECE
-            pieces = self._gather_pieces((_MORE if end < len(data) else _LAST) + data[start:end])
-            for message, piece in zip(messages, pieces, strict=True):
-                message.append(piece[1:])
-            start, has_more = end, any(piece.startswith(_MORE) for piece in pieces)
-        return [b"".join(message) for message in messages]
-
-    def _gather_pieces(self, data: bytes) -> list[bytes]:
-        """Gathers a message that does not exceed the backend's limit from every worker."""
+        """Gathers messages of any length."""
         return self.begin_gather_bytes(data)()
 
     def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
-        """Gathers messages in a background thread, without a collective, which would wait for running steps."""
-        return self.mail.begin(data)
+        """Sends a message without a collective, which would wait for running steps."""
+        return self.channel.begin(data)
 
     def post(self, key: str, text: str) -> None:
-        """Writes a text into the store."""
-        self.store.set(key, text.encode())
+        """Posts a text for the chief; the chief posts it for all workers."""
+        self.channel.post(key, text)
 
     def look_up(self, key: str) -> str | None:
-        """Returns a text from the store."""
-        data = self.store.get(key)
-        return None if data is None else data.decode()
+        """Returns a posted text; raises an error if the chief is lost."""
+        return self.channel.look_up(key)
+
+    def lost(self) -> frozenset[int]:
+        """Returns the workers that are lost or have ended."""
+        return frozenset(self.channel.lost)
 
     def say(self, text: str | None) -> None:
         """Publishes where this worker waits for the others; `None` when it continues."""
-        key = f"{_WAITS}/{self.worker_index}"
-        if text is None:
-            self.store.delete(key)
-        else:
-            self.store.set(key, text.encode())
+        self.channel.say(text)
 
     def read(self) -> dict[int, str]:
         """Returns the other workers that wait, and where each one waits."""
-        others = set(range(self.num_workers)) - {self.worker_index}
-        found = {index: self.store.get(f"{_WAITS}/{index}") for index in others}
-        return {index: data.decode() for index, data in found.items() if data is not None}
+        return self.channel.waiting()
+
+    @abstractmethod
+    def waits_in(self, filename: str) -> bool:
+        """Returns whether the main thread may wait for workers, given its innermost file outside Python."""
+
+    def farewell(self, text: str) -> None:
+        """Sends the reason why this worker ends to the others."""
+        self.channel.leave(Loss(HUNG, text))
+
+    def died(self) -> dict[int, str]:
+        """Returns a worker that died, hung or was stopped, and the reason."""
+        return self.channel.died()
+
+    def check_others(self) -> None:
+        """Raises an error if a worker is lost or has ended."""
+        if lost := self.channel.wait_for_loss(0.0):
+            raise self.channel.lost_error(lost)
 
     def connect_memory(self, is_wanted: bool) -> None:
         """Connects the memory of all workers, if all of them want it and are on one machine."""
         from kdist.communication.memory_offer import Offer  # imports NumPy
 
-        def gather(value: T) -> list[T]:
-            return [json.loads(data) for data in self.begin_gather_bytes(json.dumps(value).encode())()]
-
         offer = Offer(self.worker_index, self.num_workers, is_wanted)
-        seconds = self.mail.timeout_seconds or liveness.engine_timeout()
+        seconds = self.channel.timeout_seconds or liveness.engine_timeout()
+        gather = self.channel.gather_json
         self.memory = offer.connect(gather(offer.description), gather, seconds)
+        if self.memory is not None:
+            self.memory.check_others = self.check_others
 
     def limit_time(self, seconds: float | None) -> None:
         """Sets the timeout of messages, for another strategy that shares the connection."""
-        self.mail.timeout_seconds = seconds
+        self.channel.timeout_seconds = seconds
 
     def close(self) -> None:
-        """Stops the stall watch and closes the shared memory. Called when the process exits."""
+        """Leaves the job. Called when the process exits."""
         self._stalls.close()
         if self.memory is not None:
             self.memory.close()
+        self.channel.close()

@@ -21,13 +21,14 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from kdist import faults, tracing
-from kdist.backends import stalls, threads, whereabouts
+from kdist.backends import threads
 from kdist.checkpoint import layout
 from kdist.checkpoint.checksums import crc32
 from kdist.checkpoint.folders import Folder, remove
 from kdist.checkpoint.index import DTYPES, File, Index, Piece, Tensor, dump
 from kdist.checkpoint.shards import Span
 from kdist.cluster import liveness
+from kdist.control import stalls, whereabouts
 from kdist.errors import CheckpointError
 
 if TYPE_CHECKING:

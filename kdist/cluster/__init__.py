@@ -18,7 +18,6 @@ from kdist.cluster.cluster_spec import ClusterSpec
 from kdist.cluster.discovery import Cluster, alone_by_mistake, discover, survey
 from kdist.cluster.environment import keras_backend_choice, keras_backend_name, visible_gpus
 from kdist.cluster.errors import ClusterImportError, ClusterKeyError, ClusterRuntimeError, ClusterTypeError
-from kdist.cluster.exchange import complete_addresses
 from kdist.cluster.gce import GCEClusterResolver
 from kdist.cluster.gpus import may_have_gpus, own_gpus
 from kdist.cluster.indexed_job import IndexedJobClusterResolver
@@ -73,7 +72,6 @@ __all__ = [
     "alone_by_mistake",
     "check_port_free",
     "choose_nccl_interface",
-    "complete_addresses",
     "discover",
     "environment",
     "expand_hostlist",

@@ -57,6 +57,10 @@ def secret_error(address: str, error: NotOfThisJobError) -> ClusterConfigError:
     )
 
 
+class SilentServerError(TimeoutError):
+    """The other side accepted the connection, but did not respond."""
+
+
 class Link:
     """One side of a connection. `connect` and `clients` create links; their callers close the connections.
 
@@ -130,12 +134,16 @@ def connect(place: tuple[str, int], secret: str, purpose: str, timeout: float, a
 
     Raises:
         NotOfThisJobError: If the server does not prove that it knows the secret.
+        SilentServerError: If the server does not respond.
         OSError: If there is no server, or it does not respond in time.
     """
     link = Link(socket.create_connection(place, timeout), secret, purpose, "client", "server")
     try:
         link.send_bytes(link.nonces["client"])
         link.receive(time.monotonic() + answer, after=NONCE_BYTES)
+    except TimeoutError as error:
+        link.connection.close()
+        raise SilentServerError(str(error)) from None
     except BaseException:
         link.connection.close()
         raise

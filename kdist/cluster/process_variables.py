@@ -156,7 +156,7 @@ class TorchrunClusterResolver(ProcessClusterResolver):
 
     These are `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`. With several workers per machine,
     `LOCAL_RANK` and `LOCAL_WORLD_SIZE` are also set. They contain only the address of worker 0. To get the
-    other addresses, use `kdist.cluster.complete_addresses`.
+    other addresses, use `kdist.control.rendezvous.connect_workers`.
 
     Args:
         rpc_layer: The protocol of TensorFlow's tasks.

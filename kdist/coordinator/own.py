@@ -23,9 +23,9 @@ from kdist.backends.coordination import (
     after_lost_server,
     join_threads,
 )
-from kdist.backends.waiting import Waiting
 from kdist.cluster.roles import ServerCluster
 from kdist.cluster.secret import job_secret
+from kdist.control.waiting import Waiting
 from kdist.coordinator import shipping
 from kdist.coordinator.closures import Closure, Closures
 from kdist.coordinator.group import Group

@@ -16,10 +16,11 @@ import keras
 import numpy as np
 
 from kdist import faults, keras_hooks, tracing
-from kdist.backends import get_backend, whereabouts
+from kdist.backends import get_backend
 from kdist.backends.kept_gradients import may_keep
 from kdist.checkpoint.checkpoint import wait_for_all
 from kdist.context import StrategyLike
+from kdist.control import whereabouts
 from kdist.data.agreement import split_batch
 from kdist.errors import InvalidArgumentError
 from kdist.training import keras_callbacks

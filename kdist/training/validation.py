@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from kdist import faults, keras_hooks, tracing
-from kdist.backends import whereabouts
+from kdist.control import whereabouts
 from kdist.training.batches import GlobalBatches
 from kdist.training.session import Session
 

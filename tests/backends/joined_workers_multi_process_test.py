@@ -139,7 +139,7 @@ def test_on_tensorflow_a_worker_of_several_has_one_cpu() -> None:
 
 @pytest.mark.kills("unknown_host_not_told")
 def test_the_error_of_a_missing_worker_names_a_host_that_cannot_be_resolved():
-    from kdist.backends.joining import missing_error
+    from kdist.control.rendezvous import missing_error
 
     tasks = {"worker": ["nohost.invalid:21234", "localhost:21235"]}
     told = json.dumps({"cluster": tasks, "task": {"type": "worker", "index": 1}})

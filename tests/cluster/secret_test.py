@@ -131,7 +131,7 @@ def test_a_proof_covers_everything() -> None:
     assert proof == hmac.new(b"secret", framed, hashlib.sha256).digest()
     for others in (
         ("Secret", "addresses", "server", [ours, theirs], b"message"),
-        ("secret", "lifeline", "server", [ours, theirs], b"message"),
+        ("secret", "another", "server", [ours, theirs], b"message"),
         ("secret", "addresses", "client", [ours, theirs], b"message"),
         ("secret", "addresses", "server", [theirs, ours], b"message"),
         ("secret", "addresses", "server", [os.urandom(16), theirs], b"message"),

@@ -9,7 +9,7 @@ import gc, json, logging, sys, threading, time
 import numpy as np
 import keras, kdist
 from kdist import keras_hooks
-from kdist.backends import waiting
+from kdist.control import waiting
 from kdist.testing import free_ports
 
 found = {}

@@ -72,7 +72,7 @@ ENTRIES = {
 # Entries without a quoted text, and the tests of these symptoms.
 ELSEWHERE = {
     "NCCL": "hints_multi_process_test.py: test_nccl_without_gpus_is_a_hint",
-    "Hang in the first step": "stalls_test.py: test_a_worker_that_works_has_not_hung",
+    "Hang in the first step": "control/stalls_test.py: test_a_worker_that_works_has_not_hung",
     "Leftover processes": "launch/signals_multi_process_test.py: test_a_killed_launcher_takes_its_workers_along",
 }
 # Sorted by backend, because each backend's pool is kept for the next test.

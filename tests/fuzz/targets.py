@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
+from collections import deque
 from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
@@ -88,7 +89,10 @@ class _Connection:
     def ignore(self, *_: Any) -> None:
         pass
 
-    send = sendall = settimeout = setsockopt = close = ignore
+    sendall = settimeout = setsockopt = close = ignore
+
+    def send(self, data: Any) -> int:
+        return len(data)
 
     def getsockname(self) -> tuple[str, int]:
         return "127.0.0.1", 1
@@ -103,29 +107,32 @@ class _Connection:
 
 
 def _meetings() -> list[Target]:
-    from kdist.backends.torch import lifeline
-    from kdist.cluster import discover, exchange
+    from kdist.cluster import discover
+    from kdist.control import rendezvous
+    from kdist.control.channel import Channel
+    from kdist.control.connections import Connection, Connections, frame
+    from kdist.control.waiting import Waiting
 
     environ = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
     first, second = discover(environ=environ), discover(environ={**environ, "RANK": "1"})
     joins = {"worker": 1, "num_workers": 3, "address": "127.0.0.1:5"}
     replies = [
         {"addresses": ["a:1", "b:2", "c:3"]},
-        {"missing": [2], "timeout": 3.0},
+        {"missing": [2]},
         {"problem": {"num_workers": 2, "worker": 1}},
     ]
 
     def admit(data: bytes) -> None:
         addresses = {0: "127.0.0.1:1"}
         with contextlib.suppress(ConnectionError):
-            exchange._admit(_message(data), first, addresses)  # a message with a valid proof
+            rendezvous._admit(_message(data), first, addresses)  # a message with a valid proof
         assert addresses.keys() <= {0, 1, 2}
 
     def report(data: bytes) -> None:
         connection: Any = _Connection(b"")
         link = SimpleNamespace(connection=connection, send=connection.send, receive=lambda *_: _message(data))
-        with mock.patch.multiple(exchange, _connect=lambda *_: link, _own_address=lambda *_: "127.0.0.1:1"):
-            exchange._report(second, 5.0, 1e12, lambda missing: None)
+        with mock.patch.multiple(rendezvous, _connect=lambda *_: link, _own_address=lambda *_: "127.0.0.1:1"):
+            rendezvous._report(second, [], Waiting(second.worker_names, 5.0), 1e12, True)
 
     def _message(data: bytes) -> Any:
         """Returns the result of `Link.check` for bytes with a valid proof."""
@@ -137,17 +144,37 @@ def _meetings() -> list[Target]:
             raise ConnectionAbortedError("no message")
         return message
 
-    beats = b"".join(struct.pack("!4scI", b"kdl1", kind, 1) for kind in (b"B", b"E", b"B", b"D"))
+    state = b'["it hung", 3]'
+    kinds = [
+        (b"b", b""),
+        (b"E", state),
+        (b"m", b"data"),
+        (b"p", b'["key", "text"]'),
+        (b"w", b"a step"),
+        (b"?", b""),
+    ]
+    frames = b"".join(frame(kind, 1, data) for kind, data in kinds)
+
+    def opened(data: bytes) -> Connection:
+        connection = Connection.__new__(Connection)
+        vars(connection).update(
+            socket=_Connection(data), heard=0.0, pid=0, is_open=True, _received=bytearray(), _unsent=deque()
+        )
+        return connection
 
     def listen(data: bytes) -> None:
-        line = lifeline.Lifeline.__new__(lifeline.Lifeline)
-        vars(line).update(
-            _index=0, _connections={1: _Connection(data), 2: _Connection(b"")}, _received={1: b"", 2: b""}, _losses={},
-            _changed=_Condition(), _closing=False, _on_death=None, _heard={1: (0.0, 0)},
+        channel, connections = Channel.__new__(Channel), Connections.__new__(Connections)
+        vars(connections).update(
+            changed=_Condition(), _handler=channel, _all={1: opened(data), 2: opened(b"")}, _blocked=set()
+        )
+        vars(channel).update(
+            names="abc", index=0, _connections=connections, _changed=connections.changed, _losses={}, _calls=[],
+            _expecting={}, _arrived=[deque() for _ in range(3)], _delivered=[0] * 3, _num_complete=0, _waits={},
+            _posts={}, _left=False,
         )  # fmt: skip
-        while line._read(1):
+        while connections._read(1):
             pass
-        assert line._losses.keys() <= {1, 2} and len(line._received[1]) < 4200
+        assert channel._losses.keys() <= {1} and len(connections._all[1]._received) <= len(data)
 
     def some_json(random: Random, good: list[Any]) -> bytes:
         chosen = random.choice(good)
@@ -164,7 +191,7 @@ def _meetings() -> list[Target]:
     return [
         reply,
         Target("address of a worker", 8, lambda random: some_json(random, [joins]), admit, [_json(joins)]),
-        Target("lifeline", 12, lambda random: change_bytes(random, beats, [beats]), listen, [beats]),
+        Target("channel", 12, lambda random: change_bytes(random, frames, [frames]), listen, [frames]),
     ]
 
 

@@ -27,6 +27,7 @@ ORDER = (
     "named",
     "cluster",
     "tracing",
+    "control",
     "topology",
     "arrays",
     "communication",

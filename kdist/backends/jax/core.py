@@ -31,9 +31,9 @@ from kdist.backends.jax.dispatched import note_dispatched
 from kdist.backends.jax.meeting import without_chatter
 from kdist.backends.jax.storage import Storage, arranged, is_divided
 from kdist.backends.jax.workers import all_devices
-from kdist.backends.joining import closed_error
 from kdist.backends.workers import Workers
 from kdist.communication.shared_memory import SharedMemory
+from kdist.control.joining import closed_error
 from kdist.errors import DatasetError
 from kdist.topology import Central, Sharded, Topology
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from kdist.backends import whereabouts
+from kdist.control import whereabouts
 
 if TYPE_CHECKING:
     from kdist.arrays.types import Structure

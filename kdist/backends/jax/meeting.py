@@ -15,7 +15,6 @@ import jax
 import jax.extend.backend
 
 from kdist.backends.jax.watch import service_client
-from kdist.backends.joining import wait_for_all
 from kdist.cluster import (
     Cluster,
     choose_nccl_interface,
@@ -25,20 +24,23 @@ from kdist.cluster import (
     split_address,
     visible_gpus,
 )
+from kdist.control.channel import Channel
+from kdist.control.joining import OpenChannel
 from kdist.errors import StrategyScopeError
 
-# A worker is lost if it sends no heartbeat for this share of the timeout. JAX's default timeout is 100 s.
-_SILENCE = 0.4
+# kdist's channel detects lost workers. After this share of the timeout without a heartbeat, JAX terminates a worker
+# from C++ without naming another one, so this must be longer than all times of the channel.
+_SILENCE = 5.0
 
 
-def meet(cluster: Cluster, timeout: float, devices: Sequence[str]) -> None:
+def open_channel(cluster: Cluster, connect: OpenChannel, devices: Sequence[str]) -> Channel:
     """Waits for all workers, and connects this worker and its devices (`()` for the backend's default).
 
     JAX also waits, but if a worker is missing, it terminates the process from C++. kdist raises an error that
     names the missing workers instead.
     """
     chief = None if cluster.coordinator_taken else str(cluster.coordinator)
-    addresses = wait_for_all(cluster, chief, timeout)
+    addresses, channel = connect(chief)
     coordinator = chief or addresses[0]
     # A failed task must not terminate the others from C++ before they can report why. `Watch` handles it.
     jax.config.update("jax_enable_recoverability", True)
@@ -58,6 +60,7 @@ def meet(cluster: Cluster, timeout: float, devices: Sequence[str]) -> None:
             heartbeat_timeout_seconds=max(1, round(liveness.heartbeat_timeout() * _SILENCE)),
             coordinator_bind_address=coordinator if is_loopback(split_address(coordinator)[0]) else None,
         )
+    return channel
 
 
 def check_session(cluster: Cluster) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 import jax
 
@@ -16,17 +14,13 @@ from kdist.backends.device_names import short_name
 from kdist.backends.jax import meeting
 from kdist.backends.jax.devices import request_cpus
 from kdist.backends.jax.dispatched import first_unfinished
-from kdist.backends.jax.store import ServiceStore
 from kdist.backends.jax.watch import Watch, has_started, service_client
-from kdist.backends.joining import check_devices, join_once
-from kdist.backends.mail import Mail
 from kdist.backends.workers import Workers
 from kdist.cluster import Cluster, visible_gpus
 from kdist.communication.options import CommunicationImplementation, CommunicationOptions, hint_ignored
+from kdist.control.channel import Channel
+from kdist.control.joining import OpenChannel, check_devices, join_once
 from kdist.errors import StrategyScopeError, WorkerLostError
-
-if TYPE_CHECKING:
-    pass
 
 _ENGINE = workers.folders_of_engine(jax.__file__, __file__)
 
@@ -34,27 +28,16 @@ _ENGINE = workers.folders_of_engine(jax.__file__, __file__)
 class JoinedWorkers(workers.JoinedWorkers):
     """The workers of a cluster, joined through JAX's coordination service, which runs in worker 0.
 
-    A message may take up to `timeout_seconds`. With `None`, it may take as long as its sender is alive.
-
     Args:
         cluster: The cluster.
-        timeout_seconds: The time limit of messages and sums.
+        channel: The connections between the workers.
         may_share: Whether CPUs of one machine may sum in shared memory.
     """
 
-    def __init__(self, cluster: Cluster, timeout_seconds: float | None, may_share: bool) -> None:
+    def __init__(self, cluster: Cluster, channel: Channel, may_share: bool) -> None:
         self._may_share = may_share
-        client = service_client()
-        super().__init__(cluster, ServiceStore(client))
-        self._watch = Watch(cluster, client, self.store)
-        self.mail = Mail(
-            self.store,
-            self.names,
-            self.worker_index,
-            timeout_seconds,
-            check=lambda index: self._watch.check(index, tells=False),
-            explain=lambda error: self._explained(error, tells=False),
-        )
+        super().__init__(cluster, channel)
+        self._watch = Watch(cluster, channel)
         self._stalls.start()
 
     def share_memory(self, is_wanted: bool) -> None:
@@ -66,50 +49,22 @@ class JoinedWorkers(workers.JoinedWorkers):
         if self.memory is not None:
             self.memory.check_others = lambda: self._watch.check(tells=False)
 
-    def _gather_pieces(self, data: bytes) -> list[bytes]:
-        """Gathers data without a thread, because workers that divide rows unevenly wait for it at every step."""
-        self._watch.check()
-        with self._told():
-            return self.mail.gather(data)
-
     def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
-        """Gathers data in a thread, which requests the messages while this thread continues."""
-        self._watch.check()
-        with self.working():
-            begun = self.mail.begin(data)
+        """Sends a message to every worker."""
+        begun = super().begin_gather_bytes(data)
 
         def finish() -> list[bytes]:
-            with self._told():
-                return begun()
-
-        return finish
-
-    @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        """A context in which the main thread waits for messages, and errors reach the user."""
-        with self.working():
             try:
-                yield
+                return begun()
             except WorkerLostError:
                 self._watch.has_told()
                 raise
 
-    def look_up(self, key: str) -> str | None:
-        """Returns a text from the store; raises an error if the chief, which holds the store, is gone."""
-        self._watch.check(0)
-        return super().look_up(key)
-
-    def lost(self) -> frozenset[int]:
-        """Returns the workers that are known to be lost."""
-        return self._watch.lost
+        return finish
 
     def waits_in(self, filename: str) -> bool:
         """Returns whether a program is running, or the main thread is inside JAX."""
         return filename.startswith(_ENGINE) or first_unfinished() is not None
-
-    def farewell(self, text: str) -> None:
-        """Announces the end of this worker through the watch."""
-        self._watch.say_hung(text)
 
     def working(self) -> AbstractContextManager[object]:
         """Returns a context that terminates the process if a worker is lost and JAX raises no error."""
@@ -117,15 +72,18 @@ class JoinedWorkers(workers.JoinedWorkers):
 
     def explain_failure(self, error: BaseException) -> BaseException:
         """Returns a `WorkerLostError` for a connection error of JAX if a worker is lost."""
-        return self._explained(error, tells=True)
-
-    def _explained(self, error: BaseException, tells: bool) -> BaseException:
         is_of_the_engine = isinstance(error, (ValueError, RuntimeError)) and not isinstance(
             error, WorkerLostError
         )
         if is_of_the_engine and _CONNECTION_WORDS.search(str(error)):
-            return self._watch.explain(error, tells)
+            return self._watch.explain(error)
         return error
+
+    def close(self) -> None:
+        """Leaves the job. The chief waits for the others, which need its coordination service."""
+        self._stalls.close()
+        self._watch.leave()
+        super().close()
 
 
 # JAX raises ValueError or JaxRuntimeError with messages of XLA, gloo, NCCL or gRPC.
@@ -168,7 +126,7 @@ def join(devices: Sequence[str], cluster: Cluster | None, options: Communication
         request_cpus(names)
         return Workers()
 
-    def connect(timeout: float) -> JoinedWorkers:
+    def connect(open_channel: OpenChannel, timeout: float) -> JoinedWorkers:
         is_joined = service_client() is not None
         if is_joined:
             meeting.check_session(cluster)
@@ -179,10 +137,12 @@ def join(devices: Sequence[str], cluster: Cluster | None, options: Communication
                 hint="Create the strategy at the start of the program, before you use JAX.",
             )
         request_cpus(names)
-        if not is_joined:
-            meeting.meet(cluster, timeout, names)
+        if is_joined:
+            _, channel = open_channel(None)
+        else:
+            channel = meeting.open_channel(cluster, open_channel, names)
         may_share = options.implementation is not CommunicationImplementation.RING
-        return JoinedWorkers(cluster, options.timeout_seconds, may_share)
+        return JoinedWorkers(cluster, channel, may_share)
 
     return join_once(cluster, options.timeout_seconds, connect)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from tensorflow.python.eager import context as eager_context
 
-from kdist.backends.joining import missing_error, wait_for_all
 from kdist.cluster import Cluster, liveness
+from kdist.control.channel import Channel
+from kdist.control.joining import OpenChannel
+from kdist.control.rendezvous import missing_error
 from kdist.errors import ClusterConfigError, StrategyScopeError
 
 TASK = re.compile(r"/job:worker/(?:replica:\d+/)?task:(\d+)")
@@ -16,16 +19,15 @@ TASK = re.compile(r"/job:worker/(?:replica:\d+/)?task:(\d+)")
 _SILENCE = 0.5
 
 
-def meet(cluster: Cluster, timeout: float) -> tuple[str, ...]:
-    """Waits until all workers have joined, and returns their addresses.
+def open_channel(cluster: Cluster, connect: OpenChannel) -> tuple[Sequence[str], Channel]:
+    """Waits until all workers have joined, and returns their addresses and the connections.
 
     TensorFlow also waits, but its chief waits forever and ignores the timeout for registration.
     """
     known = tuple(address for address in cluster.addresses if address)
     if cluster.coordinator_taken or len(known) < cluster.num_workers:
-        return wait_for_all(cluster, None, timeout)
-    wait_for_all(cluster, known[0], timeout)
-    return known
+        return connect(None)
+    return known, connect(known[0])[1]
 
 
 def configure_heartbeats(num_workers: int, timeout: float) -> None:

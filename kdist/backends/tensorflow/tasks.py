@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from kdist.backends.coordination import after_lost_server
-from kdist.backends.waiting import Waiting
 from kdist.cluster import ClusterSpec, environment, split_address
 from kdist.cluster.addresses import cannot_listen
 from kdist.cluster.roles import ServerCluster
+from kdist.control.waiting import Waiting
 from kdist.errors import WorkerLostError, WorkerTimeoutError
 
 COORDINATOR = "/job:chief/replica:0/task:0/device:CPU:0"

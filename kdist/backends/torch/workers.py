@@ -14,24 +14,24 @@ import torch
 import torch.distributed as dist
 
 from kdist import keras_hooks
-from kdist.backends import stalls, whereabouts, workers
-from kdist.backends.joining import join_once
+from kdist.backends import workers
 from kdist.backends.torch.devices import abort_nccl, backend_of, flat_array, torch_device
-from kdist.backends.torch.lifeline import Lifeline
-from kdist.backends.torch.meeting import Meeting, compare_workers
-from kdist.backends.torch.store import GroupStore
+from kdist.backends.torch.meeting import compare_devices, describe_devices, open_store
 from kdist.cluster import Cluster, choose_nccl_interface, environment, interface_towards, liveness
 from kdist.communication import interrupts
 from kdist.communication.options import CommunicationImplementation, CommunicationOptions, hint_ignored
-from kdist.communication.shared_memory import SharedMemory, Sum
+from kdist.communication.shared_memory import Sum
+from kdist.control import whereabouts
+from kdist.control.channel import Channel
+from kdist.control.joining import OpenChannel, join_once
+from kdist.control.lost_workers import Loss
 from kdist.errors import KdistError, StrategyScopeError, WorkerTimeoutError
 
+_ENGINE = workers.folders_of_engine()
 # The interval at which a waiting worker checks whether the others are alive.
 _LOOK = timedelta(seconds=1)
 # The time until kdist finds the lost worker after PyTorch has reported a broken connection.
 _NOTICE_SECONDS = 5.0
-# Messages up to this size, in bytes without their length, take one collective.
-_SHORT = 248
 
 
 class Workers(workers.Workers):
@@ -66,34 +66,30 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         nccl: Whether NCCL connects the GPUs. Otherwise, gloo connects all devices.
         owns_group: Whether kdist created the process group and destroys it at the end, or the user owns it.
         cpu_group: The group for tensors on the CPU, if the default group does not support them.
-        memory: The shared memory of the workers, if all of them are on one machine.
+        shares_memory: Whether workers on one machine may sum in shared memory.
     """
 
     def __init__(
         self,
         cluster: Cluster,
-        lifeline: Lifeline,
-        store: dist.Store,
+        channel: Channel,
         nccl: bool,
         owns_group: bool = True,
         cpu_group: dist.ProcessGroup | None = None,
-        memory: SharedMemory | None = None,
+        shares_memory: bool = True,
     ) -> None:
-        super().__init__(cluster, GroupStore(store))
-        self._lifeline = lifeline
+        super().__init__(cluster, channel)
         self._nccl = nccl
         self.communication = "nccl" if nccl else "gloo"
         self._owns_group = owns_group
         keras_hooks.claim_process_group(owns_group)
         self._cpu_group = cpu_group
-        self.memory = memory
-        if memory is not None:
-            memory.check_others = self._check_others
+        self.connect_memory(shares_memory)
         self._stuck = False
         self._pending: dist.Work | Sum | None = None  # the unfinished collective
         self._aborted = False
         if nccl:
-            lifeline.on_death(self._abort)
+            channel.on_loss(self._abort)
         self._stalls.start()
 
     def start_all_reduce(
@@ -146,44 +142,23 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         return parts
 
     def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
-        """Starts to gather a message from each worker. Returns a function that waits for all of them."""
-        head = _uint8(len(data).to_bytes(8, "little") + data[:_SHORT].ljust(_SHORT, b"\0"))
-        parts = [torch.empty_like(head) for _ in range(self.num_workers)]
-        with self._explained("an exchange of messages"):
-            work = dist.all_gather(parts, head, group=self._group(head), async_op=True)
+        """Sends a message to every worker."""
+        begun = super().begin_gather_bytes(data)
 
         def finish() -> list[bytes]:
-            with self._explained("an exchange of messages"):
-                self._finish(work, head)
-            heads = [part.numpy().tobytes() for part in parts]
-            sizes = [int.from_bytes(part[:8], "little") for part in heads]
-            longest = max(sizes) - _SHORT
-            rests = [b""] * len(heads)
-            if longest > 0:
-                rest = _uint8(data[_SHORT:].ljust(longest, b"\0"))
-                rests = [part.numpy().tobytes() for part in self.all_gather(rest)]
-            return [(head[8:] + rest)[:size] for head, rest, size in zip(heads, rests, sizes, strict=True)]
+            self._finish_sums()
+            return begun()
 
         return finish
 
-    def lost(self) -> frozenset[int]:
-        """Returns the workers that are lost or have ended."""
-        return self._lifeline.lost
-
     def waits_in(self, filename: str) -> bool:
-        """Returns whether a collective is unfinished."""
-        return self._pending is not None and not self._pending.is_completed()
-
-    def farewell(self, text: str) -> None:
-        """Notifies the others that this worker hung."""
-        self._lifeline.say_hung()
-
-    def died(self) -> dict[int, str]:
-        """Returns lost workers, because PyTorch detects them only in collectives."""
-        return self._lifeline.died()
+        """Returns whether the main thread waits for messages, or a collective is unfinished."""
+        is_pending = self._pending is not None and not self._pending.is_completed()
+        return is_pending or filename.startswith(_ENGINE)
 
     def limit_time(self, seconds: float | None) -> None:
-        """Logs a warning, because PyTorch sets the timeout when a process group is created."""
+        """Sets the timeout of messages. PyTorch sets it for collectives when a process group is created."""
+        super().limit_time(seconds)
         if seconds is not None:
             said = "the first strategy of this process set the limit."
             hint_ignored(f"timeout_seconds={seconds}", said, self.worker_index)
@@ -234,17 +209,17 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
             raise self._lost_error()
 
     def _lost_error(self) -> Exception:
-        return stalls.lost_error(self.names, self.worker_index, self._lifeline.wait_for_loss(0.0))
+        return self.channel.lost_error(self.channel.wait_for_loss(0.0))
 
-    def _abort(self) -> None:
-        # Set this first, because later results may lack the contribution of the lost worker.
-        self._aborted = True
-        abort_nccl()
+    def _abort(self, index: int, loss: Loss) -> None:
+        if loss.is_sudden:
+            # Set this first, because later results may lack the contribution of the lost worker.
+            self._aborted = True
+            abort_nccl()
 
     def close(self) -> None:
         """Leaves the group, without an error on workers that continue."""
         super().close()
-        self._lifeline.close()
         # gloo cannot cancel an operation, and its destructor would wait for it, for example after Ctrl-C.
         if self._stuck or (interrupts.is_pressed and self.waits_in("")):
             sys.stdout.flush()
@@ -262,14 +237,11 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         return self._nccl and tensor.is_cuda
 
     def _finish(self, work: dist.Work | Sum, tensor: torch.Tensor) -> None:
-        # Sums in shared memory progress only here. Another worker may wait for one before it starts this collective.
-        while self.memory is not None and self.memory.unfinished and not isinstance(work, Sum):
-            self._finish(self.memory.unfinished[0], tensor)
-        self._pending = work
         if isinstance(work, Sum):
-            work.wait()
-            self._pending = None  # it refers to the tensor
+            self._finish_sum(work)
             return
+        self._finish_sums()
+        self._pending = work
         if self._is_queued(tensor):
             work.wait()  # returns once it is enqueued
             self.check_intact()
@@ -283,14 +255,19 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
                     work.wait()  # raises PyTorch's error, unless the collective finished after the timeout
                     break
             self._stuck = True
-            self._check_others()
+            self.check_others()  # PyTorch detects a process that died, but not a process that hangs
             self._stuck = False
         self._pending = None
 
-    def _check_others(self) -> None:
-        """Raises an error if a worker is lost. PyTorch detects a process that died, but not one that hangs."""
-        if lost := self._lifeline.wait_for_loss(0.0):
-            raise stalls.lost_error(self.names, self.worker_index, lost)
+    def _finish_sum(self, work: Sum) -> None:
+        self._pending = work
+        work.wait()
+        self._pending = None  # it refers to the tensor
+
+    def _finish_sums(self) -> None:
+        """Finishes sums in shared memory, which progress only here. Another worker may wait for one."""
+        while self.memory is not None and self.memory.unfinished:
+            self._finish_sum(self.memory.unfinished[0])
 
     @contextlib.contextmanager
     def _explained(self, what: str) -> Iterator[None]:
@@ -311,16 +288,12 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
                 hint="Read the logs of the other workers, or allow more time: "
                 "kdist.experimental.CommunicationOptions(timeout_seconds=3600)",
             )
-        lost = self._lifeline.wait_for_loss(_NOTICE_SECONDS)
-        return stalls.lost_error(self.names, self.worker_index, lost) if lost else error
+        lost = self.channel.wait_for_loss(_NOTICE_SECONDS)
+        return self.channel.lost_error(lost) if lost else error
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).contiguous().view(torch.uint8)
-
-
-def _uint8(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def join(cluster: Cluster, devices: Sequence[str], options: CommunicationOptions) -> JoinedWorkers:
@@ -333,25 +306,28 @@ def join(cluster: Cluster, devices: Sequence[str], options: CommunicationOptions
         StrategyScopeError: If this process has joined another cluster, or its process group does not match.
     """
 
-    def connect(timeout: float) -> JoinedWorkers:
+    def connect(open_channel: OpenChannel, timeout: float) -> JoinedWorkers:
         if dist.is_initialized():
-            return _adopt(cluster, devices, timeout)
-        return _join(cluster, devices, options, timeout)
+            return _adopt(cluster, devices, open_channel)
+        return _join(cluster, devices, options, open_channel, timeout)
 
     return join_once(cluster, options.timeout_seconds, connect)
 
 
 def _join(
-    cluster: Cluster, devices: Sequence[str], options: CommunicationOptions, timeout: float
+    cluster: Cluster,
+    devices: Sequence[str],
+    options: CommunicationOptions,
+    open_channel: OpenChannel,
+    timeout: float,
 ) -> JoinedWorkers:
-    meeting = Meeting(cluster, timeout)
-    seconds = options.timeout_seconds or liveness.engine_timeout()
-    nccl, memory = compare_workers(meeting, devices, options.implementation, seconds)
-    if options.implementation is CommunicationImplementation.RING and nccl:
+    _, channel = open_channel(None if cluster.coordinator_taken else cluster.coordinator)
+    store, nccl = open_store(cluster, devices, timeout, channel.gather_json)
+    rings = options.implementation is CommunicationImplementation.RING
+    if rings and nccl:
         nccl = False
         why = "gloo connects the GPUs and chooses its algorithm."
         hint_ignored("implementation=RING", why, cluster.worker_index)
-    lifeline = meeting.open_lifeline()
     _set_current_gpu(devices)
     if nccl:
         choose_nccl_interface(cluster)
@@ -360,16 +336,16 @@ def _join(
     with environment.patched(GLOO_SOCKET_IFNAME=interface):
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if nccl else "gloo",
-            store=dist.PrefixStore("group", meeting.store),
+            store=store,
             rank=cluster.worker_index,
             world_size=cluster.num_workers,
-            timeout=timedelta(seconds=seconds),
+            timeout=timedelta(seconds=options.timeout_seconds or liveness.engine_timeout()),
             device_id=torch_device(devices[0]) if nccl else None,
         )
-    return JoinedWorkers(cluster, lifeline, meeting.store, nccl, memory=memory)
+    return JoinedWorkers(cluster, channel, nccl, shares_memory=not rings)
 
 
-def _adopt(cluster: Cluster, devices: Sequence[str], timeout: float) -> JoinedWorkers:
+def _adopt(cluster: Cluster, devices: Sequence[str], open_channel: OpenChannel) -> JoinedWorkers:
     """Uses the process group that the user has created."""
     if (dist.get_rank(), dist.get_world_size()) != (cluster.worker_index, cluster.num_workers):
         raise StrategyScopeError(
@@ -382,16 +358,15 @@ def _adopt(cluster: Cluster, devices: Sequence[str], timeout: float) -> JoinedWo
             },
             hint="Remove your call of `torch.distributed.init_process_group`: kdist calls it.",
         )
-    meeting = Meeting(cluster, timeout, dist.distributed_c10d._get_default_store())
-    _, memory = compare_workers(meeting, devices, CommunicationImplementation.AUTO, liveness.engine_timeout())
-    lifeline = meeting.open_lifeline()
+    _, channel = open_channel(None)
+    compare_devices(cluster, channel.gather_json(describe_devices(devices)))
     _set_current_gpu(devices)
     # `get_backend` would return "undefined" for a group that was created without a backend name.
     group = dist.distributed_c10d._get_default_group()
     cpu, gpu = (backend_of(kind, group) for kind in ("cpu", "cuda"))
     cpu_group = None if cpu is not None else dist.new_group(backend="gloo")
     nccl = gpu is not None and gpu.name() == "nccl"
-    return JoinedWorkers(cluster, lifeline, meeting.store, nccl, False, cpu_group=cpu_group, memory=memory)
+    return JoinedWorkers(cluster, channel, nccl, False, cpu_group=cpu_group)
 
 
 def _set_current_gpu(devices: Sequence[str]) -> None:

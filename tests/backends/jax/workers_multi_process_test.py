@@ -96,10 +96,9 @@ def test_the_others_of_three_name_the_same_worker(start: Callable[..., Job]) -> 
 
 
 def test_a_worker_that_stands_still_ends_the_others(start: Callable[..., Job]) -> None:
-    """Nothing closes the connections, as when a machine loses power."""
     job = start("stop", 1)
     assert job.workers[0].wait() == 1
-    assert f"lost {job.name(1)}: it died or is unreachable" in job.output(0)
+    assert f"lost {job.name(1)}: it does not run: a signal such as SIGSTOP stopped it" in job.output(0)
     assert job.seconds(0, since=0) < _PROMISED + 5
 
 

@@ -20,8 +20,9 @@ PLAYED = """
     import torch
 
     import kdist
-    from kdist.backends import stalls
+    from kdist.control import stalls
     from kdist.backends.torch import workers
+    from kdist.control.lost_workers import DIED, Loss
     from tests.backends.torch.abort_multi_process_test import AFTER, build, data
 
     workers.JoinedWorkers._is_queued = lambda self, tensor: True
@@ -38,11 +39,11 @@ PLAYED = """
     whole = [weights.tolist() for weights in model.get_weights()]
 
     # The other worker dies in a step: what the collective leaves is a part of the sum.
-    group._lifeline.wait_for_loss = lambda timeout: {1 - group.worker_index: "it died"}
+    group.channel.wait_for_loss = lambda timeout: {1 - group.worker_index: "it died"}
 
     def aborted(work, tensor, finish=workers.JoinedWorkers._finish):
         if model.optimizer.iterations.value >= AFTER and tensor.is_floating_point() and not group._aborted:
-            group._abort()
+            group._abort(1 - group.worker_index, Loss(DIED, "it died"))
             tensor.fill_(1e9)
         return finish(group, work, tensor)
 

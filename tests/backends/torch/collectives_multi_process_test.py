@@ -5,6 +5,8 @@ NCCL waits forever if two workers issue different collectives, or the same colle
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from tests.helpers.processes import start_pool
@@ -30,16 +32,15 @@ def collectives(kind: str, rank: int, rows: int) -> list[tuple]:
     place = {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     cluster = discover(environ=place)
 
-    class Lifeline:
-        lost = frozenset()
-
-        def on_death(self, call):
-            pass
-
-        def wait_for_loss(self, timeout):
-            return {}
-
-        died = close = say_hung = lambda self: {}
+    channel = SimpleNamespace(
+        on_loss=lambda call: None,
+        wait_for_loss=lambda timeout: {},
+        lost={},
+        died=dict,
+        close=lambda: None,
+        timeout_seconds=None,
+        gather_json=lambda value: [value] * WORLD,
+    )
 
     class Workers(workers.JoinedWorkers):
         """Simulates messages: all workers send the same data."""
@@ -59,7 +60,7 @@ def collectives(kind: str, rank: int, rows: int) -> list[tuple]:
             return original(*args, group=group, **kwargs)
 
         setattr(dist, name, log)
-    workers._join = lambda *args: Workers(cluster, Lifeline(), dist.HashStore(), nccl=False)
+    workers._join = lambda *args: Workers(cluster, channel, nccl=False, shares_memory=False)
     workers.dist.is_initialized = lambda: False
     places.discover = lambda resolver=None: cluster
     made = kdist.MultiWorkerMirroredStrategy() if kind == "mirrored" else kdist.FullyShardedStrategy()

@@ -48,15 +48,14 @@ def joining(coordinator="127.0.0.1", timeout_seconds=None, nccl=True, **environ)
     told = {"NCCL_SOCKET_IFNAME": None, "NCCL_COMM_ID": None, "KDIST_HANG_TIMEOUT": None} | environ
     with contextlib.ExitStack() as stack:
         stack.enter_context(environment.patched(**told))
-        stack.enter_context(mock.patch.object(workers, "Meeting"))
-        stack.enter_context(mock.patch.object(workers, "compare_workers", return_value=(nccl, None)))
-        stack.enter_context(mock.patch.object(workers.dist, "PrefixStore"))
+        stack.enter_context(mock.patch.object(workers, "open_store", return_value=(None, nccl)))
         stack.enter_context(mock.patch.object(workers.dist, "init_process_group", init))
         stack.enter_context(mock.patch.object(interfaces, "interface_towards", return_value="eth7"))
         set_device = stack.enter_context(mock.patch.object(torch.cuda, "set_device"))
         options = CommunicationOptions(timeout_seconds=timeout_seconds)
         with pytest.raises(Joined):
-            workers._join(_cluster(coordinator), ("gpu:1", "gpu:2"), options, 5.0)
+            channel = (), mock.Mock()
+            workers._join(_cluster(coordinator), ("gpu:1", "gpu:2"), options, lambda address: channel, 5.0)
     set_device.assert_called_once_with(torch.device("cuda:1"))
     return seen
 
@@ -104,8 +103,8 @@ def test_a_group_of_the_user_s_is_known_by_what_carries_its_tensors(cpu, gpu, nc
         return backends[device.type]
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(workers, "Meeting"))
-        stack.enter_context(mock.patch.object(workers, "compare_workers", return_value=(nccl, None)))
+        stack.enter_context(mock.patch.object(workers, "compare_devices"))
+        stack.enter_context(mock.patch.object(workers, "describe_devices"))
         joined = stack.enter_context(mock.patch.object(workers, "JoinedWorkers"))
         for name, value in (("get_rank", 0), ("get_world_size", 2), ("get_backend", "undefined")):
             stack.enter_context(mock.patch.object(workers.dist, name, return_value=value))
@@ -113,11 +112,10 @@ def test_a_group_of_the_user_s_is_known_by_what_carries_its_tensors(cpu, gpu, nc
         group = mock.Mock(_get_backend=backend_of)
         c10d = workers.dist.distributed_c10d
         stack.enter_context(mock.patch.object(c10d, "_get_default_group", return_value=group))
-        stack.enter_context(mock.patch.object(c10d, "_get_default_store"))
         set_device = stack.enter_context(mock.patch.object(torch.cuda, "set_device"))
-        workers._adopt(_cluster(), ("gpu:1",), 5.0)
+        workers._adopt(_cluster(), ("gpu:1",), lambda address: ((), mock.Mock()))
     set_device.assert_called_once_with(torch.device("cuda:1"))
-    assert joined.call_args.args[3] is nccl and made.called is makes_a_group
+    assert joined.call_args.args[2] is nccl and made.called is makes_a_group
     assert joined.call_args.kwargs["cpu_group"] is (made.return_value if makes_a_group else None)
 
 

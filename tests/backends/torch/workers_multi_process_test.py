@@ -42,6 +42,8 @@ def test_a_collective_that_ends_just_after_a_look_at_the_others_has_ended_well()
         import time
         from datetime import timedelta
 
+        import torch
+
         from kdist.backends.torch import workers
 
         class EndsAfterTheLook:
@@ -65,11 +67,11 @@ def test_a_collective_that_ends_just_after_a_look_at_the_others_has_ended_well()
             patched.setattr(type(runtime.group), "_finish", late_finish)
             for _ in range(5):
                 time.sleep(0.05 * runtime.worker_index)
-                runtime.group.all_gather_bytes(b"here")
+                runtime.group.all_gather(torch.ones(1))
         assert runtime.worker_index or late, "worker 0 had to look at worker 1"
-        return runtime.group.all_gather_bytes(b"%d" % runtime.worker_index)
+        return [int(part) for part in runtime.group.all_gather(torch.tensor([runtime.worker_index]))]
 
-    assert run("torch", 2, exchange) == [[b"0", b"1"]] * 2
+    assert run("torch", 2, exchange) == [[0, 1]] * 2
 
 
 def test_variables_get_the_chief_s_values_whatever_their_dtype():
@@ -223,7 +225,7 @@ FORK = "(os.fork() or (time.sleep(20), os._exit(0))) and os.kill(os.getpid(), si
         (3, 1, KILL, "it died"),
         (2, 0, KILL, "it died"),
         (2, 1, FORK, "it died"),
-        (2, 1, "1 / 0", "it failed with an error"),
+        (2, 1, "1 / 0", "it failed: ZeroDivisionError: division by zero"),
         (3, 1, "sys.exit(0)", "it ended before the others"),
     ],
     ids=["worker", "chief", "connections stay open", "exception", "exit"],
@@ -266,7 +268,9 @@ def _join(addresses, indices, timeout):
 
     import kdist
     from kdist.backends import get_backend
+    from kdist.control import rendezvous
 
+    rendezvous._FOREIGN_SECONDS = 3.0
     get_backend()  # imports PyTorch and Keras, which takes longer than the rest
     index = indices[int(os.environ["RANK"])]
     if index is None:
@@ -298,7 +302,7 @@ def test_a_chief_that_does_not_come_is_named(strangers):
 
 def test_two_processes_cannot_be_the_same_worker(strangers):
     messages = [message for message, _ in strangers.run(_join, local_addresses(3), [0, 1, 1], 4)]
-    assert sum("ClusterConfigError: Two processes have the same worker index" in m for m in messages) == 1
+    assert sum("ClusterConfigError: Two processes have the same worker index" in m for m in messages) >= 2
 
 
 def test_a_port_that_somebody_else_has_is_an_error_within_ten_seconds(strangers):
@@ -362,39 +366,3 @@ def test_torchrun_starts_it_too(tmp_path):
             torchrun.process.send_signal(signal.SIGTERM)  # torchrun also terminates its workers
             torchrun.wait(20)
     check_group(torchrun.stdout())
-
-
-def test_strangers_neither_delay_the_lifeline_nor_take_part_in_it():
-    def open_with_strangers():
-        import socket
-        import threading
-        import time
-
-        from kdist.backends.torch import lifeline
-
-        found, refused = {}, ""
-        with contextlib.ExitStack() as cleanup:
-            server = cleanup.enter_context(socket.create_server(("127.0.0.1", 0)))
-            host, port = server.getsockname()
-            began = time.monotonic()
-            wait = lambda: found.update(lifeline.wait_for_workers(server, 2, began + 20, "secret"))  # noqa: E731
-            thread = threading.Thread(target=wait)
-            thread.start()
-            for _ in range(3):
-                cleanup.enter_context(socket.create_connection((host, port)))
-            pretender = cleanup.enter_context(socket.create_connection((host, port)))
-            pretender.sendall(b"kdl1H\0\0\0\1")
-            try:
-                lifeline.connect_to_chief(host, port, 1, began + 5, "another")
-            except ConnectionError as error:
-                refused = str(error)
-            (ours,) = lifeline.connect_to_chief(host, port, 1, began + 20, "secret").values()
-            thread.join(20)
-            seconds = time.monotonic() - began
-            with ours, found[1]:
-                return list(found), found[1].getpeername() == ours.getsockname(), refused, seconds
-
-    ((indices, is_ours, refused, seconds),) = run("torch", 1, open_with_strangers)
-    assert indices == [1] and is_ours
-    assert "KDIST_CLUSTER_TOKEN" in refused
-    assert seconds < 4

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import kdist
-from kdist.backends import joining
 from kdist.cluster import discover, liveness
+from kdist.control import rendezvous
 from kdist.coordinator.rpc import Peer, Service
 from kdist.doctor import examination
 from tests.helpers.scripts import RUN, TRAINS, Script, local_addresses, run_python, started, tf_config
@@ -84,15 +84,16 @@ def port_that_is_closed(folder: Path, backend: str) -> str:
     with silent_address() as chief:
         (env,) = workers("torch", [chief, *local_addresses(1)], 1, seconds=6)
         cluster = discover(environ=env)
-        line = examination.missing_line(cluster, joining.missing_error(cluster, 115, [0]))
+        line = examination.missing_line(cluster, rendezvous.missing_error(cluster, 115, [0]))
         with started(folder, JOIN, [env]) as begun:
             return "\n".join([line.text(), line.says, said_by(begun)])
 
 
 def further_ports_that_are_closed(folder: Path, backend: str) -> str:
-    source = "from kdist.backends.torch import lifeline\nconnect = lifeline.connect_to_chief\n"
-    source += "lifeline.connect_to_chief = lambda host, port, *more: connect(host, 1, *more)\n" + JOIN
-    with started(folder, source, workers("torch", local_addresses(2), 0, 1)) as (_, other):
+    source = "import torch.distributed as dist\nopen_store = dist.TCPStore\n"
+    source += "dist.TCPStore = lambda host, port, is_master, **more: open_store(\n"
+    source += "    host, port if is_master else 1, is_master=is_master, **more)\n" + JOIN
+    with started(folder, source, workers("torch", local_addresses(2), 0, 1, seconds=6)) as (_, other):
         return said_by([other])
 
 

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from kdist.backends import stalls, whereabouts
+from kdist.control import stalls, whereabouts
 from kdist.errors import WorkerLostError
 
 HEARTBEAT = 10.0  # so a worker publishes after 2 s that it waits, and kdist suspects a worker after 7 s

@@ -13,7 +13,7 @@ from tests.helpers.scripts import Script
 
 PRELUDE = """
 import time
-from kdist.backends import stalls, whereabouts
+from kdist.control import stalls, whereabouts
 
 class Board(stalls.Board):
     def say(self, text): pass
@@ -62,7 +62,7 @@ def uploads(longest, after):
     import numpy as np
 
     import kdist
-    from kdist.backends import stalls
+    from kdist.control import stalls
 
     said, warned = [], threading.Event()
 

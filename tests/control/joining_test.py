@@ -6,8 +6,8 @@ import atexit
 
 import pytest
 
-from kdist.backends import joining
 from kdist.cluster import Cluster, discover
+from kdist.control import joining
 from kdist.errors import InvalidArgumentError, StrategyScopeError, WorkerMismatchError
 from tests.helpers.scripts import tf_config
 
@@ -15,7 +15,7 @@ from tests.helpers.scripts import tf_config
 class Joined:
     """A fake of the connection that a backend returns."""
 
-    def __init__(self, waited: float) -> None:
+    def __init__(self, open_channel: joining.OpenChannel, waited: float) -> None:
         self.waited = waited
         self.limits: list[float | None] = []
 

@@ -7,8 +7,8 @@ import types
 
 import pytest
 
-from kdist.backends import waiting
-from kdist.backends.waiting import Waiting
+from kdist.control import waiting
+from kdist.control.waiting import Waiting
 
 NAMES = ["worker 0 (host0:1)", "worker 1 (host1:1)", "worker 2"]
 

@@ -58,7 +58,7 @@ def describe() -> str:
 
     Example:
 
-    >>> from kdist.backends import whereabouts
+    >>> from kdist.control import whereabouts
     >>> whereabouts.enter("step", 2, 30)
     >>> whereabouts.describe()
     'step 30 of epoch 2'

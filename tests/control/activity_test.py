@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from kdist.backends import activity, stalls
+from kdist.control import activity, stalls
 from tests.helpers.scripts import wait_until
 
 WORKS = """

@@ -12,7 +12,7 @@ import traceback
 
 import pytest
 
-from kdist.backends import frames
+from kdist.control import frames
 
 DEPTH = 60
 

@@ -23,7 +23,7 @@ class Waiting:
         self.missing: frozenset[int] = frozenset()
         """The indices of the tasks that were missing at the last call of `note`."""
         self._names = names
-        self._timeout = timeout
+        self.timeout = timeout
         self._began = time.monotonic()
         self._next = _FIRST
 
@@ -36,12 +36,12 @@ class Waiting:
         """Updates the missing tasks, and logs them when it is time."""
         self.missing = frozenset(missing)
         waited = self._waited
-        if not missing or not self._next <= waited < self._timeout:
+        if not missing or not self._next <= waited < self.timeout:
             return
         while self._next <= waited:
             self._next *= 2
         names = [self._names[index] for index in sorted(missing) if index < len(self._names)]
-        logs.notice("waiting for %s to join (%.0f of %g s)", listed(names), waited, self._timeout)
+        logs.notice("waiting for %s to join (%.0f of %g s)", listed(names), waited, self.timeout)
 
     @property
     def _waited(self) -> float:

@@ -17,13 +17,13 @@ import sys
 import sysconfig
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
-from kdist.backends import activity, frames, whereabouts
 from kdist.cluster import liveness
+from kdist.control import activity, frames, whereabouts
+from kdist.control.lost_workers import DIED, ENDED, REASONS
 from kdist.errors import WorkerLostError, WorkerTimeoutError
 
 # Shares of the heartbeat timeout: until a worker publishes that it waits, until a worker without progress is
@@ -32,36 +32,29 @@ _SAYS_AFTER = 0.2
 _SUSPECTS_AFTER = 0.7
 _LOOKS = 0.05
 _STANDARD_LIBRARY = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")})
-DIED = "it died or is unreachable"
-ENDED = "it ended before the others"
-_SOMEBODY = f"another worker: {DIED}"
+_SOMEBODY = f"another worker: {REASONS[DIED]}"
 _PACKAGES = ("site-packages", "dist-packages")
 # A worker in a debugger is not hung: its user is thinking.
 _DEBUGGERS = ("bdb.py", "pdb.py", "pydevd.py", "debugpy", "IPython/core/interactiveshell.py")
 
 
-class Board(ABC):
-    """The interface between a backend and the stall watch: the workers that wait, and their collectives."""
+class Board(Protocol):
+    """The connection of the stall watch to the other workers."""
 
-    @abstractmethod
     def say(self, text: str | None) -> None:
         """Publishes where this worker waits for the others; `None` when it continues."""
 
-    @abstractmethod
     def read(self) -> dict[int, str]:
         """Returns the other workers that wait, and where each one waits."""
 
-    @abstractmethod
     def waits_in(self, filename: str) -> bool:
         """Returns whether the main thread may wait for workers, given its innermost file outside Python."""
 
     def farewell(self, text: str) -> None:
-        """Sends the reason why this worker ends to the others, if the backend can."""
-        return
+        """Sends the reason why this worker ends to the others."""
 
     def died(self) -> Mapping[int, str]:
-        """Returns lost workers and reasons if the backend does not terminate this one; see `lost_error`."""
-        return {}
+        """Returns lost workers and reasons; see `lost_error`."""
 
 
 class Machine:
@@ -146,14 +139,11 @@ class StallWatch:
 
     def _say(self, waits: bool) -> None:
         if waits != self._said:
-            with contextlib.suppress(Exception):  # from the backend, if its store is gone
-                self._board.say(whereabouts.describe_wait() if waits else None)
-                self._said = waits
+            self._board.say(whereabouts.describe_wait() if waits else None)
+            self._said = waits
 
     def _judge(self, resting: float) -> None:
-        waiting: dict[int, str] = {}
-        with contextlib.suppress(Exception):  # from the backend, if its store is gone
-            waiting = self._board.read()
+        waiting = self._board.read()
         lost = {} if _told else self._board.died()
         if self._closed.is_set() or not (waiting or lost):
             return
@@ -278,7 +268,7 @@ def lost_error(
         f"The job lost {named}. This worker needs {them} for {whereabouts.describe_wait()}.",
         received=received,
         hint=f"Read the log of {whose}. If there is no error, call the same methods on all workers, as often on each."
-        if lost and all(reason == ENDED for reason in lost.values())
+        if lost and all(reason == REASONS[ENDED] for reason in lost.values())
         else f"Read the log of {whose or 'each other worker'}, then restart the job.",
     )
 

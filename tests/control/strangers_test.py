@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
-from kdist.cluster import Cluster, complete_addresses, discover, exchange, handshake
+from kdist.cluster import Cluster, discover, handshake
 from kdist.cluster.handshake import Link, NotOfThisJobError, clients, connect
+from kdist.control import rendezvous
 from kdist.errors import ClusterConfigError
+from tests.helpers.joining import addresses_of
 from tests.helpers.ports import neighboring_ports
 
 
@@ -75,14 +77,14 @@ STRANGERS = {
 def test_workers_meet_in_spite_of_a_stranger(name: str, caplog: pytest.LogCaptureFixture) -> None:
     port = neighboring_ports(3)
     first, second = workers(port)
-    with in_thread(lambda: complete_addresses(first, 20.0)) as found, connected(port + 1) as stranger:
+    with in_thread(lambda: addresses_of(first, 20.0)) as found, connected(port + 1) as stranger:
         # Worker 1 connects after the stranger, so that worker 0 cannot have finished before.
         with contextlib.suppress(ConnectionError):
             stranger.sendall(STRANGERS[name])
             stranger.settimeout(10)
             while stranger.recv(1000):
                 pass
-        others = complete_addresses(second, 20.0)
+        others = addresses_of(second, 20.0)
     assert found == [others]
     assert others[0] == f"127.0.0.1:{port}"
     assert others[1].startswith("127.0.0.1:")
@@ -95,12 +97,12 @@ def test_a_worker_does_not_believe_a_stranger_that_answers_for_worker_0() -> Non
     port = neighboring_ports(3)
     first, second = workers(port)
     with socket.create_server(("127.0.0.1", port + 1)) as server:
-        stolen = clients(server, "another secret", exchange._purpose(first), time.monotonic() + 1.0)
+        stolen = clients(server, "another secret", rendezvous._purpose(first), time.monotonic() + 1.0)
         with (
             in_thread(lambda: [*filter(None, stolen)]) as taken,
-            in_thread(lambda: complete_addresses(first)) as found,
+            in_thread(lambda: addresses_of(first)) as found,
         ):
-            others = complete_addresses(second)
+            others = addresses_of(second)
     assert found == [others]
     assert taken == [[]]
 
@@ -110,9 +112,9 @@ def test_another_secret_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     secrets = {True: "one", False: "another"}  # only worker 0 warns
     monkeypatch.setattr(handshake, "secret_if_any", lambda address, warn=False: secrets[warn])
     first, second = workers(neighboring_ports(3))
-    with in_thread(lambda: complete_addresses(first, 1.5)) as found:
+    with in_thread(lambda: addresses_of(first, 1.5)) as found:
         with pytest.raises(ClusterConfigError, match=r"(?s)same secret.*export KDIST_CLUSTER_TOKEN="):
-            complete_addresses(second, 1.5)
+            addresses_of(second, 1.5)
     assert "did not join within 1.5 s: worker 1." in str(found[0])
     dropped = [text for text in caplog.messages if text.startswith("Dropped")]
     assert len(dropped) == 1
@@ -127,11 +129,11 @@ def test_without_a_secret_workers_of_several_machines_meet_with_a_warning(
     port = neighboring_ports(3)
     first, second = workers(port, "0.0.0.0")  # not a loopback address, but this machine
     third = dataclasses.replace(second, num_workers=3, addresses=(*second.addresses, None))
-    with in_thread(lambda: complete_addresses(first, 20.0)) as found:
+    with in_thread(lambda: addresses_of(first, 20.0)) as found:
         with pytest.raises(ClusterConfigError, match="different number of workers"):
-            complete_addresses(third, 20.0)
+            addresses_of(third, 20.0)
         assert not found, "the job goes on"
-        others = complete_addresses(second, 20.0)
+        others = addresses_of(second, 20.0)
     assert found == [others]
     open_to_all, ignored = [r.message for r in caplog.records if r.levelno == logging.WARNING]
     assert "export KDIST_CLUSTER_TOKEN=$(openssl rand -hex 16)" in open_to_all
