@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable
 from typing import Any
 
 from kdist.backends.contract import Runtime
@@ -82,8 +79,8 @@ def barrier(
 
     Args:
         name: The name of the barrier. Workers that wait at barriers with different names raise an error.
-        timeout: Seconds to wait; `None` to wait as long as all workers are alive. After a timeout, this
-            process cannot use other collectives and should exit.
+        timeout: Seconds to wait; `None` for the strategy's `timeout_seconds`. After a timeout, this worker has
+            sent its message, so it should exit, or call no other barrier.
         strategy: See `broadcast`.
 
     Raises:
@@ -99,34 +96,14 @@ def barrier(
     if runtime is None or runtime.num_workers == 1:
         return
     hint = "Run the same script on every worker, without branches on the worker around a barrier."
-    with runtime.engine_errors():
-        _within(timeout, name, lambda: check_equal(runtime, "barrier", {"name": name}, hint))
-
-
-def _within(timeout: float | None, name: str, function: Callable[[], object]) -> None:
-    if timeout is None:
-        function()
-        return
-    # No backend has a timeout for a single message, so a thread sends it.
-    done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-
-    def wait() -> None:
-        try:
-            function()
-            done.put(None)
-        except BaseException as error:
-            done.put(error)
-
-    threading.Thread(target=wait, name="kdist barrier", daemon=True).start()
     try:
-        error = done.get(timeout=timeout)
-    except queue.Empty:
+        with runtime.engine_errors():
+            check_equal(runtime, "barrier", {"name": name}, hint, timeout=timeout)
+    except WorkerTimeoutError as error:
         raise WorkerTimeoutError(
-            f"Some workers did not reach the barrier {name!r} within {timeout:g} s.",
-            hint="Read the logs of the other workers, or wait longer: kdist.barrier(name, timeout=600)",
-        ) from None
-    if error is not None:
-        raise error
+            f"Some workers did not reach the barrier {name!r}. {error.problem}",
+            hint="Read the logs of these workers, or wait longer: kdist.barrier(name, timeout=600)",
+        ) from error
 
 
 def runtime_of(strategy: StrategyLike | None) -> Runtime | None:

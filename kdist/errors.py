@@ -115,7 +115,8 @@ class CheckpointMismatchError(CheckpointError):
     """A checkpoint does not match the objects to restore."""
 
 
-_OF_DATA = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+# NumPy raises a SyntaxError for a dtype such as ",f4".
+_OF_DATA = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, SyntaxError)
 
 
 def different_arrays(found: dict[str, object]) -> WorkerMismatchError:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from kdist.backends.messages import call_on_all
-from kdist.errors import CheckpointError, WorkerLostError
+from kdist.errors import CheckpointError, DatasetError, WorkerLostError, malformed_as
 
 
 class TwoWorkers:
@@ -27,7 +28,7 @@ class TwoWorkers:
     def explain_failure(self, error):
         raise AssertionError("to the engine, a refused connection of the user's looks like a lost worker")
 
-    def all_gather_bytes(self, data):
+    def all_gather_bytes(self, data, timeout=None):
         self.said.append(json.loads(data))
         return [data, json.dumps({"error": self.theirs, "note": "theirs"}).encode()]
 
@@ -75,3 +76,9 @@ def test_whoever_has_lost_a_worker_tells_nobody(runtime):
     with pytest.raises(type(error)):
         call_on_all(runtime, fail_with(error), failed)
     assert runtime.said == []
+
+
+@pytest.mark.kills("malformed_dtype_is_a_syntax_error")
+def test_a_malformed_dtype_is_an_error_of_kdist():
+    with pytest.raises(DatasetError, match="SyntaxError"), malformed_as(DatasetError):
+        np.dtype(",f4")

@@ -83,7 +83,7 @@ def _describe(said: dict[str, object]) -> str:
 
 def _gather_in_time(runtime: Runtime, mine: dict[str, object]) -> list[dict[str, object]]:
     seconds = float(environment.get("KDIST_DEBUG_TIMEOUT") or 60)
-    # Messages of TensorFlow and PyTorch cannot be canceled, so a warning reports where this worker waits.
+    # A worker may be late for a good reason, so this is a warning, and not the timeout of the message.
     late = threading.Timer(seconds, _report, (mine, seconds))
     late.daemon = True
     late.start()

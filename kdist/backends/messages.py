@@ -17,15 +17,20 @@ if TYPE_CHECKING:
 _NOBODY_ANSWERS = (WorkerLostError, WorkerTimeoutError)
 
 
-def gather(runtime: Runtime, value: T) -> list[T]:
+def gather(runtime: Runtime, value: T, timeout: float | None = None) -> list[T]:
     """Gathers a JSON value from every worker, in the order of their indices. All must call it."""
     if runtime.num_workers == 1:
         return [value]
-    return [json.loads(data) for data in runtime.group.all_gather_bytes(json.dumps(value).encode())]
+    return [json.loads(data) for data in runtime.group.all_gather_bytes(json.dumps(value).encode(), timeout)]
 
 
 def check_equal(
-    runtime: Runtime, what: str, facts: Mapping[str, object], hint: str, note: Any = None
+    runtime: Runtime,
+    what: str,
+    facts: Mapping[str, object],
+    hint: str,
+    note: Any = None,
+    timeout: float | None = None,
 ) -> list[Any]:
     """Raises the same error on all workers unless all have the same facts. All workers must call it.
 
@@ -35,6 +40,7 @@ def check_equal(
         facts: Names and JSON values. Lists are compared item by item, to find the first difference.
         hint: The hint of the error.
         note: A JSON value of this worker, sent in the same message. It can differ.
+        timeout: Seconds to wait for the others (default: the strategy's `timeout_seconds`).
 
     Returns:
         The note of each worker.
@@ -45,7 +51,7 @@ def check_equal(
     if runtime.num_workers == 1:
         return [note]
     # JSON converts tuples to lists, so compare the facts of all workers after the conversion.
-    messages = gather(runtime, {"facts": dict(facts), "note": note})
+    messages = gather(runtime, {"facts": dict(facts), "note": note}, timeout)
     everyone = [message["facts"] for message in messages]
     for name in dict.fromkeys(
         name for worker in everyone for name in worker

@@ -34,12 +34,16 @@ class Workers:
     communication = ""
     """The library that connects the devices of several workers, for example "nccl"."""
 
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+    def all_gather_bytes(self, data: bytes, timeout: float | None = None) -> list[bytes]:
         """Gathers a message from every worker, in the order of their indices. Blocks. All must call it."""
         return [data]
 
-    def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
+    def begin_gather_bytes(self, data: bytes, timeout: float | None = None) -> Callable[[], list[bytes]]:
         """Sends a message to every worker and does not wait. All must call it.
+
+        Args:
+            data: The message.
+            timeout: Seconds to wait for the other messages (default: the strategy's `timeout_seconds`).
 
         Returns:
             A function that waits and returns the messages. Call it once, before the next message begins.
@@ -86,13 +90,13 @@ class JoinedWorkers(Workers, ABC):
         self.channel = channel
         self._stalls = StallWatch(self, self.names, self.worker_index)
 
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+    def all_gather_bytes(self, data: bytes, timeout: float | None = None) -> list[bytes]:
         """Gathers messages of any length."""
-        return self.begin_gather_bytes(data)()
+        return self.begin_gather_bytes(data, timeout)()
 
-    def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
+    def begin_gather_bytes(self, data: bytes, timeout: float | None = None) -> Callable[[], list[bytes]]:
         """Sends a message without a collective, which would wait for running steps."""
-        return self.channel.begin(data)
+        return self.channel.begin(data, timeout)
 
     def post(self, key: str, text: str) -> None:
         """Posts a text for the chief; the chief posts it for all workers."""

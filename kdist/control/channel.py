@@ -90,10 +90,11 @@ class Channel:
         """Gathers a JSON value from each worker."""
         return [json.loads(data) for data in self.gather(json.dumps(value).encode())]
 
-    def begin(self, data: bytes) -> Callable[[], list[bytes]]:
+    def begin(self, data: bytes, timeout: float | None = None) -> Callable[[], list[bytes]]:
         """Sends a message to every worker, and returns a function that waits for the messages of all workers.
 
-        All workers must call it. The n-th messages of all workers belong together.
+        All workers must call it. The n-th messages of all workers belong together. The function waits at most
+        `timeout` seconds, or `timeout_seconds` without it.
         """
         answer: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
         with self._changed:
@@ -103,15 +104,18 @@ class Channel:
                 self._deliver(0, data)
             else:
                 self._connections.send(0, _MESSAGE, 0, data)
-        return functools.partial(self._finish, turn, answer)
+        limit = self.timeout_seconds if timeout is None else timeout
+        return functools.partial(self._finish, turn, answer, limit)
 
-    def _finish(self, turn: int, answer: queue.SimpleQueue[list[bytes] | None]) -> list[bytes]:
+    def _finish(
+        self, turn: int, answer: queue.SimpleQueue[list[bytes] | None], limit: float | None
+    ) -> list[bytes]:
         """Waits for the messages of a turn.
 
         The stall watch checks the file of the innermost frame, and new frames would look like progress. So this
         waits in a function that is not written in Python.
         """
-        began, limit = time.monotonic(), self.timeout_seconds
+        began = time.monotonic()
         with whereabouts.inside("an exchange of messages"):
             while True:
                 left = _GLANCE if limit is None else min(_GLANCE, began + limit - time.monotonic())

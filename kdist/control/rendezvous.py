@@ -106,18 +106,18 @@ def _purpose(cluster: Cluster) -> str:
     return f"addresses of {cluster.coordinator}"
 
 
-def _own_address(cluster: Cluster, host: str, is_known: bool) -> str:
+def _own_address(cluster: Cluster, host: str, is_beside: bool) -> str:
     known = cluster.addresses[cluster.worker_index]
-    if is_known and known and not (cluster.worker_index == 0 and cluster.coordinator_taken):
+    if is_beside and known and not (cluster.worker_index == 0 and cluster.coordinator_taken):
         return known
     return join_address(host, free_ports(1, "127.0.0.1" if is_loopback(host) else "")[0])
 
 
 def _gather(
-    cluster: Cluster, places: Sequence[tuple[str, int]], waiting: Waiting, deadline: float, is_known: bool
+    cluster: Cluster, places: Sequence[tuple[str, int]], waiting: Waiting, deadline: float, is_beside: bool
 ) -> tuple[tuple[str, ...], dict[int, socket.socket]]:
     """Runs on worker 0: waits for the other workers, then sends the list of addresses to all of them."""
-    addresses: dict[int, str] = {0: _own_address(cluster, split_address(cluster.coordinator)[0], is_known)}
+    addresses: dict[int, str] = {0: _own_address(cluster, split_address(cluster.coordinator)[0], is_beside)}
     joined: dict[int, Link] = {}
     secret = handshake.secret_if_any(str(cluster.coordinator), warn=True)
     with contextlib.ExitStack() as cleanup, _listen(places) as server:
@@ -216,15 +216,15 @@ def _tell(links: Iterable[Link], message: Mapping[str, Any]) -> None:
 
 
 def _report(
-    cluster: Cluster, places: Sequence[tuple[str, int]], waiting: Waiting, deadline: float, is_known: bool
+    cluster: Cluster, places: Sequence[tuple[str, int]], waiting: Waiting, deadline: float, is_beside: bool
 ) -> tuple[tuple[str, ...], dict[int, socket.socket]]:
     """Runs on the other workers: sends the worker's address to worker 0 and receives the list."""
     waiting.note([0])
     deadline += _SLACK
-    link = _connect(cluster, places, waiting, deadline, not is_known)
+    link = _connect(cluster, places, waiting, deadline, is_beside)
     with contextlib.ExitStack() as cleanup:
         cleanup.enter_context(link.connection)
-        own = _own_address(cluster, link.connection.getsockname()[0], is_known)
+        own = _own_address(cluster, link.connection.getsockname()[0], is_beside)
         try:
             link.send({"worker": cluster.worker_index, "num_workers": cluster.num_workers, "address": own})
             reply = link.receive(deadline, 1024 * (cluster.num_workers + 4))
@@ -257,9 +257,9 @@ def _connect(
     places: Sequence[tuple[str, int]],
     waiting: Waiting,
     deadline: float,
-    is_certain: bool,
+    is_beside: bool,
 ) -> Link:
-    """Connects to worker 0. If this `is_certain`, it listens at the first of the places."""
+    """Connects to worker 0, which listens at the first of the places, unless this is beside its own port."""
     secret = handshake.secret_if_any(str(cluster.coordinator))
     problem: Exception = TimeoutError()
     stranger: NotOfThisJobError | None = None
@@ -281,7 +281,7 @@ def _connect(
                 problem = stranger = error
             except OSError as error:  # worker 0 may still be importing its framework
                 problem = error
-                if is_certain and place == places[0]:
+                if not is_beside and place == places[0]:
                     is_foreign = isinstance(error, (SilentServerError, ConnectionAbortedError))
                     since = time.monotonic() if foreign is None else foreign[0]
                     foreign = (since, error) if is_foreign else None

@@ -282,6 +282,7 @@ def test_workers_that_leave_together_are_reported_together() -> None:
     assert time.process_time() - begun < 5
 
 
+@pytest.mark.kills("channel_of_a_dead_worker_is_an_error")
 def test_a_connection_that_ended_before_the_channel_began_is_a_loss() -> None:
     ends = sockets(3)
     ends[1][0].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -296,6 +297,7 @@ def test_a_connection_that_ended_before_the_channel_began_is_a_loss() -> None:
         channel.close()
 
 
+@pytest.mark.kills("channel_thread_fails_in_silence")
 def test_a_failure_of_the_thread_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise MemoryError

@@ -9,6 +9,7 @@ import pytest
 from kdist.cluster import Cluster, discover
 from kdist.control import joining
 from kdist.errors import InvalidArgumentError, StrategyScopeError, WorkerMismatchError
+from tests.helpers.joining import channels
 from tests.helpers.scripts import tf_config
 
 
@@ -54,6 +55,22 @@ def test_another_cluster_is_an_error() -> None:
 def test_the_time_to_wait_is_the_user_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KDIST_JOIN_TIMEOUT", "2.5")
     assert joining.join_once(cluster("a:1", "b:1"), None, Joined).waited == 2.5
+
+
+@pytest.mark.kills("join_failure_reported_as_end")
+def test_the_others_get_the_error_of_a_worker_that_fails_while_it_joins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with channels(2) as (chief, other):
+        monkeypatch.setattr(joining, "connect_workers", lambda *_: ((), other))
+
+        def connect(open_channel: joining.OpenChannel, timeout: float) -> Joined:
+            open_channel(None)
+            raise ValueError("no such device")
+
+        with pytest.raises(ValueError, match="no such device"):
+            joining.join_once(cluster("a:1", "b:1"), None, connect)
+        assert chief.wait_for_loss(10) == {1: "it failed: ValueError: no such device"}
 
 
 @pytest.mark.kills("join_timeout_not_checked")

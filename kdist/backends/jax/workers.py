@@ -49,9 +49,9 @@ class JoinedWorkers(workers.JoinedWorkers):
         if self.memory is not None:
             self.memory.check_others = lambda: self._watch.check(tells=False)
 
-    def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
+    def begin_gather_bytes(self, data: bytes, timeout: float | None = None) -> Callable[[], list[bytes]]:
         """Sends a message to every worker."""
-        begun = super().begin_gather_bytes(data)
+        begun = super().begin_gather_bytes(data, timeout)
 
         def finish() -> list[bytes]:
             try:

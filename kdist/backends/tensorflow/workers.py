@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import tensorflow as tf
 from tensorflow.python.distribute import mirrored_strategy
-from tensorflow.python.eager import context as eager_context
 
 from kdist import gaps
 from kdist.backends import workers
@@ -20,7 +19,7 @@ from kdist.cluster import Cluster, choose_nccl_interface
 from kdist.communication.options import CommunicationImplementation, CommunicationOptions
 from kdist.control.channel import Channel
 from kdist.control.joining import OpenChannel, join_once
-from kdist.control.lost_workers import DIED, REASONS, Loss
+from kdist.control.lost_workers import DIED, REASONS
 from kdist.errors import DeviceError, KdistError
 
 if TYPE_CHECKING:
@@ -78,7 +77,6 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         self.native = native
         self._per_worker = len(native.extended.worker_devices)
         self._sums: dict[tuple[tf.DType, int], Callable[[tf.Tensor], tf.Tensor]] = {}
-        channel.on_loss(self._abort)
         self._stalls.start()
 
     def share_memory(self, is_wanted: bool) -> None:
@@ -86,13 +84,6 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         self.connect_memory(is_wanted)
         if self.memory is not None:
             self.sums_in_memory = SumsOfGraphs(self.memory, self.native)
-
-    def _abort(self, index: int, loss: Loss) -> None:
-        """Ends collectives that wait for a lost worker. TensorFlow detects the loss later, or never."""
-        if loss.is_cause:
-            eager_context.context().abort_collective_ops(
-                tf.errors.UNAVAILABLE, f"{self.names[index]}: {loss.reason}"
-            )
 
     def all_gather_rows(self, local: tf.Tensor, sizes: Sequence[int] | tf.Tensor) -> tf.Tensor:
         """Concatenates the rows of all workers, also in a graph. `sizes` has each worker's row count."""

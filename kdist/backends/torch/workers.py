@@ -141,9 +141,9 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
             self._finish(dist.all_gather(parts, tensor, group=group, async_op=True), tensor)
         return parts
 
-    def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
+    def begin_gather_bytes(self, data: bytes, timeout: float | None = None) -> Callable[[], list[bytes]]:
         """Sends a message to every worker."""
-        begun = super().begin_gather_bytes(data)
+        begun = super().begin_gather_bytes(data, timeout)
 
         def finish() -> list[bytes]:
             self._finish_sums()

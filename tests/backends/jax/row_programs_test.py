@@ -161,4 +161,6 @@ def test_random_programs_have_the_numbers_of_one_device(number: int) -> None:
     seeds = [*_KEPT, *(f"{turn()}:{i}" for i in range(number))]
     found = {seed: _failure(seed) for seed in seeds}
     assert not {seed: why for seed, why in found.items() if why}
-    assert sum(why == "" for why in found.values()) > 0.8 * len(found)
+    # About nine of ten programs run on rows. In a sample of 15, 12 are chance.
+    least = 0.8 if number >= 100 else 0.6
+    assert sum(why == "" for why in found.values()) > least * len(found)

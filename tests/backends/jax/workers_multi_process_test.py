@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.scripts import Script, local_addresses, tf_config
+from tests.helpers.scripts import Script, environments_of, local_addresses, started, tf_config
 
 _SOURCE = Path(__file__).with_name("worker_script.py").read_text(encoding="utf-8")
 # The promised seconds, plus the time that a busy machine needs to notice the loss and print a traceback.
@@ -165,3 +165,29 @@ def test_too_late_to_join(start: Callable[..., Job]) -> None:
     job = start("too-late", 0, skip=1)
     assert job.wait(90) == {0: 1}
     assert "StrategyScopeError: Cannot join the workers: JAX has already started" in job.output(0)
+
+
+FAR = """
+import os, signal, time
+import kdist.control.connections as connections
+begin = connections.Connection.__init__
+def begin_far(self, *arguments):
+    begin(self, *arguments)
+    self.is_near = False  # as if the other side were on another machine
+connections.Connection.__init__ = begin_far
+import kdist
+strategy = kdist.MultiWorkerMirroredStrategy()
+if strategy.runtime.worker_index == 0:
+    os.kill(os.getpid(), signal.SIGSTOP)
+kdist.barrier()
+"""
+
+
+@pytest.mark.kills("jax_aborts_before_the_channel")
+@pytest.mark.in_turn(4)
+def test_a_chief_that_is_stopped_on_another_machine_is_named(tmp_path: Path) -> None:
+    environments = [env | {"KDIST_HEARTBEAT_TIMEOUT": "3"} for env in environments_of("jax")]
+    with started(tmp_path, FAR, environments) as (chief, other):
+        assert other.wait(60) == 1
+        assert "The job lost worker 0" in other.stderr() and "it does not run" in other.stderr()
+        chief.kill()

@@ -58,7 +58,7 @@ PLAYED = """
         said.append(str(error))
     group._finish = lambda work, tensor: workers.JoinedWorkers._finish(group, work, tensor)
     kept = [keras.ops.convert_to_numpy(weights).tolist() for weights in model.weights]
-    group.all_gather_bytes = lambda data: [data] * 2  # it has arrived: the worker died just after
+    group.all_gather_bytes = lambda data, timeout=None: [data] * 2  # it has arrived: the worker died just after
     group.begin_gather_bytes = lambda data: lambda: [data] * 2
     for save, path in ((model.save, "by-hand.keras"), (kdist.Checkpoint(model=model).save, "checkpoint")):
         try:

@@ -45,7 +45,7 @@ def collectives(kind: str, rank: int, rows: int) -> list[tuple]:
     class Workers(workers.JoinedWorkers):
         """Simulates messages: all workers send the same data."""
 
-        def begin_gather_bytes(self, data):
+        def begin_gather_bytes(self, data, timeout=None):
             issued.append(("message",))
             return lambda: [data] * WORLD
 

@@ -305,6 +305,7 @@ def test_two_processes_cannot_be_the_same_worker(strangers):
     assert sum("ClusterConfigError: Two processes have the same worker index" in m for m in messages) >= 2
 
 
+@pytest.mark.kills("foreign_program_awaited")
 def test_a_port_that_somebody_else_has_is_an_error_within_ten_seconds(strangers):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
