@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kdist import keras_hooks
-from kdist.checkpoint import ending
+from kdist.checkpoint import ending, storage
 from kdist.checkpoint.checkpoint import Checkpoint
 from kdist.checkpoint.layout import latest_checkpoint
 from kdist.checkpoint.manager import CheckpointManager
@@ -125,7 +125,9 @@ class Estimator:
                 hint="Compile the model, or pass a function that does: kdist.estimator.Estimator(make_model, config)",
             )
         self.config = config or RunConfig()
-        self.model_dir = os.path.abspath(self.config.model_dir or tempfile.mkdtemp(prefix="kdist-estimator-"))
+        self.model_dir = storage.absolute(
+            self.config.model_dir or tempfile.mkdtemp(prefix="kdist-estimator-")
+        )
         self._source = model
         self._models: dict[bool, keras.Model] = {}
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from kdist.checkpoint import layout
+from kdist.checkpoint import layout, storage
 from kdist.checkpoint.checksums import crc32
 from kdist.checkpoint.index import File, Index, Piece, Tensor, parse
 from kdist.checkpoint.progress import progress
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-_CHUNK = 1 << 20  # small enough that the bytes are still in the processor's cache for the checksum
-_THREADS = 4
 _LARGEST_INDEX = 1 << 30  # 4,096 workers write about 50 MB
 _ANOTHER = "Restore another checkpoint, or a copy of this checkpoint."
 
@@ -31,14 +29,14 @@ def read_index(path: str | os.PathLike[str]) -> Index:
         CheckpointNotFoundError: If the path is not a complete checkpoint.
         CheckpointCorruptError: If the index is corrupt.
     """
-    path = os.fspath(path)
+    path = storage.plain(path)
     file = os.path.join(path, layout.INDEX)
     try:
-        data = _read(file)
+        data = _read(path)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointNotFoundError(
             "The path is not a complete checkpoint: it contains no index.json."
-            if os.path.exists(path)
+            if storage.of(path).exists(path)
             else "The checkpoint does not exist.",
             received={"path": path},
             hint=_instead(path)
@@ -51,15 +49,16 @@ def read_index(path: str | os.PathLike[str]) -> Index:
         return parse(data, file)
 
 
-def _read(file: str) -> bytes:
-    with open(layout.open_regular(file), "rb") as stream:
-        if os.fstat(stream.fileno()).st_size > _LARGEST_INDEX:
+def _read(path: str) -> bytes:
+    with contextlib.closing(storage.of(path).opener(path)(layout.INDEX)) as file:
+        if file.num_bytes > _LARGEST_INDEX:
             raise CheckpointCorruptError(
                 f"The checkpoint is corrupt: its index has more than {_LARGEST_INDEX:,} bytes.",
-                received={"file": file},
+                received={"file": os.path.join(path, layout.INDEX)},
                 hint=_ANOTHER,
             )
-        return stream.read()
+        data = bytearray(file.num_bytes)
+        return bytes(memoryview(data)[: file.read_into(memoryview(data), 0)])
 
 
 def read_tensors(
@@ -79,7 +78,7 @@ def read_tensors(
         _offering_another(path),
         _opened(path, index) as shards,
         progress(f"reading {path}", num_bytes, shown) as add,
-        ThreadPoolExecutor(_THREADS) as pool,
+        ThreadPoolExecutor(storage.of(path).threads) as pool,
     ):
         # Allocate only now: the file sizes match the index, and the tensors in the index fit into the files.
         arrays: dict[str, Any] = {tensor.name: np.empty(tensor.num_bytes, np.uint8) for tensor in wanted}
@@ -111,7 +110,7 @@ def verify(path: str | os.PathLike[str]) -> Index:
         CheckpointError: As in `read_index` and `read_tensors`.
     """
     index = read_index(path)
-    path = os.fspath(path)
+    path = storage.plain(path)
     with (
         _offering_another(path),
         _opened(path, index) as shards,
@@ -144,8 +143,8 @@ def _offering_another(path: str) -> Iterator[None]:
 
 
 def _instead(path: str) -> str:
-    path = os.path.abspath(path)
-    found = layout.find(os.path.dirname(path))
+    path = storage.absolute(path)
+    found = layout.find(storage.split(path)[0])
     own = next((item.saved_at for item in found if item.path == path), float("inf"))
     for item in reversed(found):
         if item.path != path and item.saved_at <= own and _seems_whole(item.path):
@@ -155,36 +154,44 @@ def _instead(path: str) -> str:
 
 def _seems_whole(path: str) -> bool:
     with contextlib.suppress(OSError, CheckpointError):
-        index = parse(_read(os.path.join(path, layout.INDEX)), path)
-        return all(os.path.getsize(os.path.join(path, f.name)) == f.num_bytes for f in index.files)
+        index = parse(_read(path), path)
+        sizes = dict(storage.of(path).sizes(path))
+        return all(sizes.get(file.name) == file.num_bytes for file in index.files)
     return False
 
 
 @contextlib.contextmanager
 def _opened(path: str, index: Index) -> Iterator[list[_Shard]]:
     """Opens all files of a checkpoint and checks their sizes."""
+    open_file = storage.of(path).opener(path)
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(_Shard(path, file, len(index.files))) for file in index.files]
+        yield [stack.enter_context(_Shard(path, file, index, open_file)) for file in index.files]
 
 
 class _Shard:
     """A file of a checkpoint, open for reading."""
 
-    def __init__(self, path: str, file: File, num_shards: int) -> None:
+    def __init__(
+        self,
+        path: str,
+        file: File,
+        index: Index,
+        open_file: Callable[[str], storage.LocalFile | storage.RemoteFile],
+    ) -> None:
         self._path = os.path.join(path, file.name)
         self._file = file
         try:
-            self._fd = layout.open_regular(self._path)
+            self._open = open_file(file.name)
         except FileNotFoundError as error:
             raise CheckpointCorruptError(
                 "The checkpoint is corrupt: a shard is missing.",
-                received={"file": self._path, "shards": num_shards},
+                received={"file": self._path, "shards": len(index.files)},
             ) from error
         except OSError as error:
             raise _unreadable(self._path, error) from error
-        size = os.fstat(self._fd).st_size
+        size = self._open.num_bytes
         if size != file.num_bytes:
-            os.close(self._fd)
+            self._open.close()
             raise CheckpointCorruptError(
                 "The checkpoint is corrupt: the size of a shard has changed since the save.",
                 received={"file": self._path, "bytes": size, "saved": file.num_bytes},
@@ -194,11 +201,12 @@ class _Shard:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        os.close(self._fd)
+        self._open.close()
 
     def check_header(self) -> None:
         """Verifies the checksum of the bytes before the tensors."""
-        if crc32(os.pread(self._fd, self._file.header_bytes, 0)) != self._file.header_crc32:
+        header = memoryview(bytearray(self._file.header_bytes))
+        if crc32(header[: self._open.read_into(header, 0)]) != self._file.header_crc32:
             raise CheckpointCorruptError(
                 "The checkpoint is corrupt: the checksum of a shard's header does not match.",
                 received={"file": self._path},
@@ -210,13 +218,13 @@ class _Shard:
         """Reads a piece, into `array` if given, and verifies its checksum. Reports progress to `add`."""
         itemsize = tensor.size.itemsize
         num_bytes = tensor.num_bytes_of(piece)
-        scratch = memoryview(bytearray(min(num_bytes, _CHUNK) if array is None else 0))
+        scratch = memoryview(bytearray(min(num_bytes, self._open.chunk) if array is None else 0))
         crc = done = 0
         while done < num_bytes:
-            size = min(num_bytes - done, _CHUNK)
+            size = min(num_bytes - done, self._open.chunk)
             start = piece.first * itemsize + done
             part = scratch[:size] if array is None else array[start : start + size]
-            got = os.preadv(self._fd, [part], piece.offset + done)
+            got = self._open.read_into(part, piece.offset + done)
             if not got:
                 break  # truncated after the size check: the checksum will not match
             crc = crc32(part[:got], crc)

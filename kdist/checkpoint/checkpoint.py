@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kdist import faults, tracing
-from kdist.checkpoint import ending, folders, layout, writing
+from kdist.checkpoint import ending, folders, layout, storage, writing
 from kdist.checkpoint.folders import gather_from
 from kdist.cluster import logs
 from kdist.context import current_strategy, joined_strategy
@@ -113,8 +113,9 @@ class Checkpoint:
         The names are numbered: "ckpt-1", "ckpt-2", and so on. Existing checkpoints are never replaced.
 
         Args:
-            directory: The directory of the checkpoints. Workers that share it write one checkpoint together.
-                A worker that does not share it writes a whole checkpoint.
+            directory: The directory of the checkpoints, or a URL such as `"s3://bucket/run"`. Workers that
+                share it write one checkpoint together. A worker that does not share it writes a whole
+                checkpoint.
             asynchronous: Whether to return when the values are copied, and to write in the background. If
                 writing fails, the next `save` or `wait`, or the end of `fit`, raises the error.
 
@@ -150,7 +151,7 @@ class Checkpoint:
                 received={"directory": directory},
                 hint='Pass a directory: checkpoint.save("checkpoints")',
             )
-        directory = os.path.abspath(directory)
+        directory = storage.absolute(directory)
 
         def choose() -> int:
             if number is not None:
@@ -173,7 +174,7 @@ class Checkpoint:
         """Saves a checkpoint to a path and replaces an existing checkpoint there. All workers must call it.
 
         Args:
-            path: The path of the checkpoint, such as `"checkpoints/best"`.
+            path: The path of the checkpoint, such as `"checkpoints/best"`, or a URL.
             asynchronous: As in `save`.
 
         Returns:
@@ -182,7 +183,7 @@ class Checkpoint:
         Raises:
             CheckpointError: As in `save`.
         """
-        directory, name = os.path.split(os.path.abspath(path))
+        directory, name = storage.split(storage.absolute(path))
         with tracing.span("beginning a save", "save"):
             return self._save(directory, name, None, asynchronous)
 
@@ -315,7 +316,7 @@ class Checkpoint:
             )
         logs.logger.debug("restoring %s", path)
         return restoring.restore(
-            os.path.abspath(path), self._objects, self._strategy(), runtime, self._random
+            storage.absolute(path), self._objects, self._strategy(), runtime, self._random
         )
 
     def __repr__(self) -> str:

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 
-from kdist.checkpoint import layout
+from kdist.checkpoint import layout, storage
 from kdist.checkpoint.checked_reading import read_index, verify
 from kdist.checkpoint.index import Index
 from kdist.cluster.roles import number_of
@@ -70,7 +70,7 @@ def main(options: argparse.Namespace) -> int:
 def find(path: str) -> str:
     """Returns the path itself if it is a checkpoint, or else the newest checkpoint in the directory."""
     path = path if os.path.lexists(path) else layout.standing(path)
-    if os.path.exists(os.path.join(path, layout.INDEX)):
+    if storage.of(path).exists(os.path.join(path, layout.INDEX)):
         return path
     return layout.latest_checkpoint(path) or path
 

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kdist.backends.messages import gather
-from kdist.checkpoint import layout
+from kdist.checkpoint import layout, storage
 from kdist.errors import CheckpointError
+from kdist.whole_files import is_remote
 
 if TYPE_CHECKING:
     from kdist.backends.contract import Runtime
 
-# Seconds until a temporary directory is stale on (network) file systems that cannot lock directories.
+# Seconds until a temporary directory is stale on (network) file systems and stores that cannot lock directories.
 _OLD = 3600.0
 
 
@@ -36,6 +37,12 @@ class Folder:
     lost: Callable[[], Collection[int]] = frozenset  # Returns the workers that are known to be lost.
     is_waiting: bool = False  # Whether the save currently waits for other workers.
     number: int | None = None  # The number in the name, if kdist chose it. Then no checkpoint is replaced.
+    tag: str = (
+        ""  # In an object store, a part of its file names. There, it has its final path from the beginning.
+    )
+    is_committed: bool = (
+        False  # Whether an object store may have the index. Then a failed save removes nothing.
+    )
 
     def release(self) -> None:
         """Releases the lock."""
@@ -79,6 +86,8 @@ def prepare(runtime: Runtime | None, wish: Wish) -> tuple[Folder, str, int | Non
             lock = _make(mine)
             if wish.number is not None:
                 number = wish.number()
+    except CheckpointError as error:  # of an object store
+        problem = str(error)
     except OSError as error:
         problem = f"{type(error).__name__}: {error}"
     everyone = gather_from(
@@ -97,14 +106,18 @@ def prepare(runtime: Runtime | None, wish: Wish) -> tuple[Folder, str, int | Non
         folder.release()
         remove(mine)
         raise
-    if folder.rank == 0:
+    if folder.rank == 0 and not folder.tag:  # `put_index` cleans object stores
         with contextlib.suppress(OSError):  # stale files are harmless
             clean(wish.directory, {other["token"] for other in everyone})
     return folder, everyone[0]["token"], number
 
 
 def _join_others(runtime: Runtime | None, wish: Wish, folder: Folder, tokens: Sequence[str]) -> None:
-    """Selects the directory of the first worker whose directory is visible here."""
+    """Selects the directory of the first worker whose directory is visible here. All workers see a store."""
+    if is_remote(folder.final):
+        folder.temporary, folder.token, folder.tag = folder.final, tokens[0], f"-{tokens[0]}"
+        (folder.rank,), folder.members = folder.members, range(len(tokens))
+        return
     if runtime is None or runtime.num_workers == 1:
         return
     paths = [os.path.join(wish.directory, layout.temporary(wish.prefix, token)) for token in tokens]
@@ -137,8 +150,11 @@ def _check(everyone: Sequence[dict[str, Any]], directory: str) -> None:
             )
 
 
-def _make(path: str) -> int:
+def _make(path: str) -> int | None:
     """Creates a directory and returns its lock, which shows other processes that it is not stale."""
+    if is_remote(path):
+        storage.of(path)  # raises an error if its package is not installed
+        return None
     os.makedirs(os.path.dirname(path), exist_ok=True)
     os.mkdir(path)
     fd = os.open(path, os.O_RDONLY)
@@ -189,6 +205,38 @@ def _is_left(path: str) -> bool:
         os.close(fd)
 
 
-def remove(path: str) -> None:
-    """Deletes a directory. Files that cannot be deleted stay until the next save."""
-    shutil.rmtree(path, ignore_errors=True)
+def clean_store(path: str, kept: Collection[str]) -> None:
+    """Removes files of killed saves from an object store, if the newest of a directory is older than an hour.
+
+    Args:
+        path: The path of a new checkpoint. Killed saves may have written to it, or to another number.
+        kept: The names of its shards.
+    """
+    store = storage.Remote(path)
+    directory, name = storage.split(path)
+    prefix = layout.prefix_of(name)
+    now = store.modified(os.path.join(path, layout.INDEX))  # by the clock of the store
+    whole = {found.path for found in layout.find(directory, prefix)}
+    same = [other for other in store.names(directory) if prefix and layout.prefix_of(other) == prefix]
+    for place in {path, *(os.path.join(directory, other) for other in same)} - (whole - {path}):
+        own = [name for name in store.names(place) if layout.is_own(name)]
+        left = [os.path.join(place, name) for name in own if place != path or name not in kept]
+        if left and max(map(store.modified, left)) < now - _OLD:
+            store.remove(left)
+
+
+def remove(path: str, is_wanted: Callable[[str], bool] | None = None) -> None:
+    """Deletes a directory. In an object store, deletes the files of a checkpoint, its index first.
+
+    Files that cannot be deleted stay until the next save. In a store, `is_wanted` selects files other than the
+    index by their names.
+    """
+    if not is_remote(path):
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError, CheckpointError):
+        store = storage.Remote(path)
+        if is_wanted is None:
+            store.remove([os.path.join(path, layout.INDEX)])
+        names = filter(layout.is_own, store.names(path))
+        store.remove([os.path.join(path, name) for name in names if is_wanted is None or is_wanted(name)])

@@ -7,23 +7,27 @@ directory/
     shard-00001-of-00002.safetensors
   .ckpt.tmp-0f3a…/                  a checkpoint being written, or left by a killed save
   .ckpt-12.old-77b1…/               the old checkpoint, briefly, while a new one replaces it
+
+Object stores have no rename. There, all files of a save have their final directory from the beginning, and the
+token of the save in their names. The index is written last: a checkpoint without an index does not exist.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import stat
 from dataclasses import dataclass
 
+from kdist.checkpoint import storage
 from kdist.errors import CheckpointCorruptError
+from kdist.whole_files import is_remote
 
 INDEX = "index.json"
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.tmp-[0-9a-f]{16}")
 _REPLACED = re.compile(r"\.(?P<name>.+)\.old-[0-9a-f]{16}")
-_SHARD = re.compile(r"shard-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
-_OWN = re.compile(r"shard-[0-9]{5,}(-of-[0-9]{5,}\.safetensors|\.(json|failed)(\.part)?)")
+_TAG = r"(?:-[0-9a-f]{16})?"
+_SHARD = re.compile(rf"shard-[0-9]{{5,}}-of-[0-9]{{5,}}{_TAG}\.safetensors")
+_OWN = re.compile(rf"shard-[0-9]{{5,}}(-of-[0-9]{{5,}}{_TAG}\.safetensors|{_TAG}\.(json|failed))(\.part)?")
 _NUMBERED = re.compile(r"(?P<prefix>.+)-(?P<number>[0-9]+)")
 _SAVED_AT = re.compile(rb'"saved_at": *([0-9.]+)')
 _BEGIN = b'{"format": "kdist.checkpoint"'
@@ -54,9 +58,9 @@ def replaced(name: str, token: str) -> str:
     return f".{name}.old-{token}"
 
 
-def shard(rank: int, number: int) -> str:
+def shard(rank: int, number: int, tag: str = "") -> str:
     """Returns the file name of one worker's shard."""
-    return f"shard-{rank:05d}-of-{number:05d}.safetensors"
+    return f"shard-{rank:05d}-of-{number:05d}{tag}.safetensors"
 
 
 def is_shard(name: str) -> bool:
@@ -64,11 +68,21 @@ def is_shard(name: str) -> bool:
     return _SHARD.fullmatch(name) is not None
 
 
+def is_own(name: str) -> bool:
+    """Returns whether a save can write a file of this name, other than the index."""
+    return _OWN.fullmatch(name) is not None
+
+
+def shards_in(index: bytes) -> set[str]:
+    """Returns the names of the shards that an index contains, even if the index is corrupt."""
+    return set(_SHARD.findall(index.decode(errors="replace")))
+
+
 def is_checkpoint(path: str) -> bool:
     """Returns whether a directory contains an index that kdist wrote, even if the rest is corrupt."""
     try:
-        with open(open_regular(os.path.join(path, INDEX)), "rb") as file:
-            return not os.path.islink(path) and file.read(len(_BEGIN)) == _BEGIN
+        begin = storage.of(path).head(os.path.join(path, INDEX), len(_BEGIN))
+        return not os.path.islink(path) and begin == _BEGIN
     except (OSError, CheckpointCorruptError):
         return False
 
@@ -76,47 +90,25 @@ def is_checkpoint(path: str) -> bool:
 def is_of_a_save(path: str) -> bool:
     """Returns whether a directory is a checkpoint, or contains only files that a save writes."""
     try:
-        return is_checkpoint(path) or (
-            not os.path.islink(path) and all(map(_OWN.fullmatch, os.listdir(path)))
-        )
+        return is_checkpoint(path) or (not os.path.islink(path) and all(map(is_own, os.listdir(path))))
     except OSError:
         return False
 
 
-def open_regular(path: str) -> int:
-    """Opens a regular file for reading and returns its descriptor.
-
-    A checkpoint may come from an untrusted source. Reading a pipe could block forever, and a link could point
-    to any file on this machine.
-
-    Raises:
-        CheckpointCorruptError: If `path` is not a regular file.
-        OSError: If the file cannot be opened.
-    """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link, a socket
-            raise
-    else:
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            return fd
-        os.close(fd)
-    raise CheckpointCorruptError(
-        "The checkpoint is corrupt: a file is not a regular file, but a link, a pipe or a directory.",
-        received={"file": path},
-        hint="If it is a link, copy the checkpoint again with: cp -rL SOURCE DESTINATION",
-    )
-
-
-def report(rank: int) -> str:
+def report(rank: int, tag: str = "") -> str:
     """Returns the name of the file that a worker creates when its shard is on disk."""
-    return f"shard-{rank:05d}.json"
+    return f"shard-{rank:05d}{tag}.json"
 
 
-def failure(rank: int) -> str:
+def failure(rank: int, tag: str = "") -> str:
     """Returns the name of the file that a worker creates if it cannot write its shard."""
-    return f"shard-{rank:05d}.failed"
+    return f"shard-{rank:05d}{tag}.failed"
+
+
+def prefix_of(entry: str) -> str | None:
+    """Returns the prefix of a name from `numbered`, such as "ckpt", or `None` for other names."""
+    match = _NUMBERED.fullmatch(entry)
+    return match["prefix"] if match else None
 
 
 def temporary_of(entry: str) -> str | None:
@@ -136,9 +128,9 @@ def standing(path: str | os.PathLike[str]) -> str:
 
     A save that is killed while it replaces a checkpoint can leave only the hidden one, until the next save.
     """
-    path = os.path.abspath(path)
+    path = storage.absolute(path)
     parent, name = os.path.split(path)
-    if os.path.lexists(path):
+    if is_remote(path) or os.path.lexists(path):
         return path
     try:
         entries = os.listdir(parent)
@@ -150,19 +142,25 @@ def standing(path: str | os.PathLike[str]) -> str:
 
 def find(directory: str | os.PathLike[str], prefix: str | None = None) -> list[Found]:
     """Returns the complete checkpoints of a directory, oldest first. `prefix` selects checkpoints by name."""
-    found: dict[str, Found] = {}
+    directory = storage.plain(directory)
+    store = storage.of(directory)
     try:
-        entries = sorted(os.listdir(directory))
+        entries = sorted(store.names(directory))
     except (FileNotFoundError, NotADirectoryError):
         return []
+    matches = []
     for entry in entries:  # hidden names sort first, so complete checkpoints override replaced ones
         match = _NUMBERED.fullmatch(replaced_of(entry) or entry)
         if match is None or (entry.startswith(".") and replaced_of(entry) is None):
             continue
-        path = os.path.join(directory, entry)
-        saved_at = _saved_at(path)
-        if saved_at is not None and prefix in (None, match["prefix"]):
-            found[match[0]] = Found(path, int(match["number"]), saved_at)
+        if prefix in (None, match["prefix"]):
+            matches.append((match, os.path.join(directory, entry)))
+    saved = store.map(_saved_at, [path for _, path in matches])
+    found = {
+        match[0]: Found(path, int(match["number"]), saved_at)
+        for (match, path), saved_at in zip(matches, saved, strict=True)
+        if saved_at is not None
+    }
     return sorted(found.values(), key=lambda item: (item.saved_at, item.number))
 
 
@@ -172,7 +170,7 @@ def latest_checkpoint(directory: str | os.PathLike[str], name: str | None = None
     Ignores unfinished saves. Imports neither Keras nor a backend.
 
     Args:
-        directory: The directory of the checkpoints.
+        directory: The directory of the checkpoints, or a URL such as `"s3://bucket/run"`.
         name: If set, only consider checkpoints with this name before the number.
 
     Returns:
@@ -189,12 +187,13 @@ def latest_checkpoint(directory: str | os.PathLike[str], name: str | None = None
 
 
 def _saved_at(path: str) -> float | None:
+    store, index = storage.of(path), os.path.join(path, INDEX)
+    dated = index if is_remote(path) else path  # a store has no directories
     try:
-        with open(open_regular(os.path.join(path, INDEX)), "rb") as file:
-            match = _SAVED_AT.search(file.read(_HEAD))
+        match = _SAVED_AT.search(store.head(index, _HEAD))
         # Include corrupt checkpoints, so that restoring raises an error instead of using an older checkpoint.
-        return float(match[1]) if match else os.path.getmtime(path)
+        return float(match[1]) if match else store.modified(dated)
     except ValueError:
-        return os.path.getmtime(path)
+        return store.modified(dated)
     except (OSError, CheckpointCorruptError):
         return None

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kdist.checkpoint import layout
+from kdist.checkpoint import layout, storage
 from kdist.checkpoint.folders import gather_from, remove
 from kdist.errors import CheckpointMismatchError, InvalidArgumentError
-from kdist.whole_files import whole_file
+from kdist.whole_files import is_remote
 
 if TYPE_CHECKING:
     import keras
@@ -30,7 +30,7 @@ class CheckpointManager:
 
     Args:
         checkpoint: The `kdist.Checkpoint` to save and restore.
-        directory: The directory of the checkpoints.
+        directory: The directory of the checkpoints, or a URL such as `"s3://bucket/run"`.
         max_to_keep: The number of checkpoints to keep, or `None` to keep all.
         keep_checkpoint_every_n_hours: If set, keep one old checkpoint per this many hours in addition.
         checkpoint_name: The part of the name before the number.
@@ -96,7 +96,7 @@ class CheckpointManager:
                 hint='Pass a plain name: checkpoint_name="ckpt"',
             )
         self._checkpoint = checkpoint
-        self._directory = os.path.abspath(directory)
+        self._directory = storage.absolute(directory)
         self._max_to_keep = max_to_keep
         self._every = None if keep_checkpoint_every_n_hours is None else keep_checkpoint_every_n_hours * 3600
         self._name = checkpoint_name
@@ -113,7 +113,7 @@ class CheckpointManager:
 
     @property
     def directory(self) -> str:
-        """The absolute path of the directory."""
+        """The absolute path of the directory, or its URL."""
         return self._directory
 
     @property
@@ -241,14 +241,12 @@ class CheckpointManager:
 
     def _read_kept(self) -> dict[str, Any]:
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
-            with open(self._kept_path, encoding="utf-8") as file:
-                state = json.load(file)
+            state = json.loads(storage.of(self._directory).read(self._kept_path))
             return {"last": float(state["last"]), "kept": list(state["kept"])}
         return {"last": self._made, "kept": []}
 
     def _write_kept(self, state: dict[str, object]) -> None:
-        with whole_file(self._kept_path) as file:
-            file.write(json.dumps(state).encode())
+        storage.of(self._directory).put(self._kept_path, json.dumps(state).encode())
 
     def __repr__(self) -> str:
         return f"<CheckpointManager of {self._directory!r}>"
@@ -258,6 +256,9 @@ def _delete(path: str) -> None:
     """Renames a checkpoint to a hidden name, so that it vanishes at once, and then removes its files."""
     if not layout.is_checkpoint(path):
         return  # a foreign directory with a matching name
+    if is_remote(path):
+        remove(path)
+        return
     directory, name = os.path.split(path)
     going = os.path.join(directory, layout.temporary(name, secrets.token_hex(8)))
     with contextlib.suppress(OSError):

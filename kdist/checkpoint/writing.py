@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from kdist import faults, tracing
 from kdist.backends import threads
-from kdist.checkpoint import layout
+from kdist.checkpoint import layout, storage
 from kdist.checkpoint.checksums import crc32
-from kdist.checkpoint.folders import Folder, remove
+from kdist.checkpoint.folders import Folder, clean_store, remove
 from kdist.checkpoint.index import DTYPES, File, Index, Piece, Tensor, dump
 from kdist.checkpoint.shards import Span
 from kdist.cluster import liveness
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-_CHUNK = 32 << 20
 _POLL = 0.01
 _LOOK = 0.5
 # Writing gets less processor time than steps, but enough that a worker waiting for a save does not look hung.
@@ -141,7 +140,7 @@ class Save:
 
 def write_shard(folder: Folder, share: Share) -> None:
     """Writes this worker's shard, waits until it is on disk, and reports it to the first worker."""
-    name = layout.shard(folder.rank, len(folder.members))
+    name = layout.shard(folder.rank, len(folder.members), folder.tag)
     header = header_of(share)
     offsets = share.offsets()
     checksums: list[Callable[[], int]] = []
@@ -153,8 +152,8 @@ def write_shard(folder: Folder, share: Share) -> None:
                 checksums.append(pool.submit(crc32, part).result)
             else:
                 checksums.append(functools.partial(int, crc32(part)))
-            for start in range(0, len(part), _CHUNK):
-                yield part[start : start + _CHUNK]
+            for start in range(0, len(part), storage.CHUNK):
+                yield part[start : start + storage.CHUNK]
 
     # In a synchronous save, compute checksums in parallel with writing, because the main thread waits.
     beside = threading.current_thread() is threading.main_thread()
@@ -168,29 +167,17 @@ def write_shard(folder: Folder, share: Share) -> None:
     ]
     file = File(name, len(header) + offsets[-1], len(header), crc32(header))
     said = {"file": asdict(file), "pieces": pieces, "states": dict(share.states)}
-    report = os.path.join(folder.temporary, layout.report(folder.rank))
-    write_file(report + ".part", [json.dumps(said).encode()])
+    report = os.path.join(folder.temporary, layout.report(folder.rank, folder.tag))
+    part = report if folder.tag else f"{report}.part"  # an object appears when it is complete
+    write_file(part, [json.dumps(said).encode()])
     faults.point("save-report")
-    os.rename(report + ".part", report)
+    if part != report:
+        os.rename(part, report)
 
 
 def write_file(path: str, parts: Iterable[Any]) -> None:
     """Writes a file and waits until it is on disk."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        done = 0
-        for part in parts:
-            view = memoryview(part)
-            while view:
-                written = os.write(fd, view)
-                if written >= _CHUNK and hasattr(os, "posix_fadvise"):
-                    # Linux starts writing to the disk immediately, while this thread prepares the next bytes.
-                    os.posix_fadvise(fd, done, written, os.POSIX_FADV_DONTNEED)
-                view = view[written:]
-                done += written
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    storage.of(path).write(path, parts)
 
 
 def sync_folder(path: str) -> None:
@@ -210,6 +197,9 @@ def commit(folder: Folder, share: Share) -> None:
     folder.is_waiting = False
     faults.point("save-commit")
     index = merge(folder, share, reports)
+    if folder.tag:
+        put_index(folder, dump(index))
+        return
     for rank in range(len(folder.members)):
         os.unlink(os.path.join(folder.temporary, layout.report(rank)))
     write_file(os.path.join(folder.temporary, layout.INDEX), [dump(index)])
@@ -222,20 +212,8 @@ def publish(folder: Folder) -> None:
     """Renames a complete directory to its final name."""
     parent, name = os.path.split(folder.final)
     aside = None
-    taken = CheckpointError(
-        "Cannot save the checkpoint: another job has just saved a checkpoint of the same name.",
-        received={"path": folder.final},
-        hint="Use a separate directory for each job.",
-    )
     if os.path.lexists(folder.final):
-        if not layout.is_checkpoint(folder.final):
-            raise CheckpointError(
-                "Cannot save the checkpoint: its path exists and is not a checkpoint.",
-                received={"path": folder.final},
-                hint="Choose another path, or move the existing file or directory.",
-            )
-        if folder.number is not None:
-            raise taken
+        _check_replaceable(folder)
         # A directory cannot be renamed over another one. In between, `layout.find` returns the old directory.
         aside = os.path.join(parent, layout.replaced(name, folder.token))
         os.rename(folder.final, aside)
@@ -244,12 +222,49 @@ def publish(folder: Folder) -> None:
     except OSError as error:
         # Renaming over a directory with files fails, so the check above needs no lock.
         if os.path.lexists(folder.final):
-            raise taken from error
+            raise _taken(folder) from error
         raise
     sync_folder(parent)
     whereabouts.last_saved = folder.final
     if aside is not None:
         remove(aside)
+
+
+def put_index(folder: Folder, index: bytes) -> None:
+    """Completes a checkpoint in an object store, and then removes the files of the checkpoint that it replaces."""
+    store = storage.of(folder.final)
+    path = os.path.join(folder.final, layout.INDEX)
+    old = b""
+    with contextlib.suppress(FileNotFoundError):
+        old = store.read(path)
+        _check_replaceable(folder)
+    faults.point("save-publish")
+    folder.is_committed = True  # even if the next line fails, the store may have got the index
+    store.put(path, index)
+    whereabouts.last_saved = folder.final
+    with contextlib.suppress(OSError, CheckpointError):  # remaining files are harmless
+        kept, replaced = layout.shards_in(index), layout.shards_in(old)
+        remove(folder.final, lambda name: name not in kept and (name in replaced or folder.tag in name))
+        clean_store(folder.final, kept)
+
+
+def _check_replaceable(folder: Folder) -> None:
+    if not layout.is_checkpoint(folder.final):
+        raise CheckpointError(
+            "Cannot save the checkpoint: its path exists and is not a checkpoint.",
+            received={"path": folder.final},
+            hint="Choose another path, or move the existing file or directory.",
+        )
+    if folder.number is not None:
+        raise _taken(folder)
+
+
+def _taken(folder: Folder) -> CheckpointError:
+    return CheckpointError(
+        "Cannot save the checkpoint: another job has just saved a checkpoint of the same name.",
+        received={"path": folder.final},
+        hint="Use a separate directory for each job.",
+    )
 
 
 def merge(folder: Folder, share: Share, reports: Sequence[Mapping[str, Any]]) -> Index:
@@ -267,7 +282,7 @@ def merge(folder: Folder, share: Share, reports: Sequence[Mapping[str, Any]]) ->
         everyone = [report["states"].get(name) for report in reports]
         states[name] = everyone[:1] if all(state == everyone[0] for state in everyone) else everyone
     # The clocks of machines differ and may be set back. Make sure that `saved_at` increases with every save.
-    others = layout.find(os.path.dirname(folder.final))
+    others = layout.find(storage.split(folder.final)[0])
     saved_at = max([time.time(), *(other.saved_at + 1e-3 for other in others)])
     return Index(
         saved_at=round(saved_at, 6),
@@ -285,38 +300,39 @@ def wait_for(folder: Folder, rank: int) -> Mapping[str, Any]:
     Raises:
         CheckpointError: If a worker fails, the worker is lost, or the directory stays unchanged for too long.
     """
-    path = os.path.join(folder.temporary, layout.report(rank))
+    store = storage.of(folder.temporary)
+    report = layout.report(rank, folder.tag)
+    failures = {layout.failure(i, folder.tag): other for i, other in enumerate(folder.members)}
     worker = folder.members[rank]
     seen: list[tuple[str, int]] | None = None
     looked = -math.inf
     while True:
         now = time.monotonic()
-        if now - looked >= _LOOK:
+        if folder.tag or now - looked >= _LOOK:
             looked = now
             is_lost = worker in folder.lost()
-            sizes = sorted(_sizes(folder.temporary))
+            sizes = sorted(store.sizes(folder.temporary))
             if sizes != seen:
                 seen, since = sizes, now
         is_over = is_lost or now - since > _patience()  # before reading: an existing report counts
-        with contextlib.suppress(FileNotFoundError):
-            with open(path, encoding="utf-8") as file:
-                return json.load(file)
-        for other in range(len(folder.members)):
+        names = [report, *failures]
+        for name in filter(dict(sizes).__contains__, names) if folder.tag else names:  # saves requests
             with contextlib.suppress(FileNotFoundError):
-                with open(os.path.join(folder.temporary, layout.failure(other)), encoding="utf-8") as file:
-                    raise CheckpointError(
-                        f"Worker {folder.members[other]} could not write its shard: "
-                        f"{file.read() or 'its log shows the reason.'}",
-                        received={"checkpoint": folder.final},
-                        hint=f"Fix the cause on worker {folder.members[other]}, then save again.",
-                    )
+                text = store.read(os.path.join(folder.temporary, name)).decode()
+                if name == report:
+                    return json.loads(text)
+                raise CheckpointError(
+                    f"Worker {failures[name]} could not write its shard: {text or 'its log shows the reason.'}",
+                    received={"checkpoint": folder.final},
+                    hint=f"Fix the cause on worker {failures[name]}, then save again.",
+                )
         if is_over:
             raise CheckpointError(
                 f"Worker {worker} did not write its shard.",
                 received={"checkpoint": folder.final, "seconds": round(now - since, 1)},
                 hint=f"Read the log of worker {worker}. It failed or hangs.",
             )
-        time.sleep(_POLL)
+        time.sleep(_LOOK if folder.tag else _POLL)
 
 
 def _patience() -> float:
@@ -328,23 +344,23 @@ def _patience() -> float:
     return min(seconds, _PATIENCE_AFTER_ERROR if failed else _PATIENCE_AT_EXIT)
 
 
-def _sizes(path: str) -> Iterator[tuple[str, int]]:
-    for entry in os.scandir(path):
-        with contextlib.suppress(FileNotFoundError):  # renamed in the meantime
-            yield entry.name, entry.stat().st_size
-
-
 def abandon(folder: Folder, error: BaseException) -> None:
     """Reports a failure to the first worker, which removes the directory. Ignores errors of the disk."""
+    text = f"{type(error).__name__}: {error}".encode()[:2000]
+    path = os.path.join(folder.temporary, layout.failure(folder.rank, folder.tag))
     if folder.rank == 0:
-        remove(folder.temporary)
+        if not folder.is_committed:
+            remove(folder.temporary, lambda name: folder.tag in name)
         folder.release()
         return
-    path = os.path.join(folder.temporary, layout.failure(folder.rank))
+    if folder.tag:
+        with contextlib.suppress(Exception):  # the error of the failed write is the one to report
+            storage.of(path).put(path, text)
+        return
     with contextlib.suppress(OSError):
         # Rename the file when it is complete, because the first worker reads it as soon as it exists.
         with open(f"{path}.part", "wb", buffering=0) as file:
             with contextlib.suppress(OSError):  # on a full disk, an empty file may still be possible
-                os.write(file.fileno(), f"{type(error).__name__}: {error}".encode()[:2000])
+                os.write(file.fileno(), text)
         os.rename(f"{path}.part", path)
     folder.release()

@@ -6,14 +6,14 @@ import collections
 import contextlib
 import numbers
 import os
-import shutil
 import time
 from collections.abc import Mapping
 
 import keras
 
+from kdist.checkpoint import storage
 from kdist.checkpoint.checkpoint import Checkpoint, settle_all
-from kdist.checkpoint.folders import gather_from
+from kdist.checkpoint.folders import gather_from, remove
 from kdist.checkpoint.manager import CheckpointManager
 from kdist.cluster.logs import logger
 from kdist.errors import CheckpointCorruptError, InvalidArgumentError
@@ -40,6 +40,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     Args:
         backup_dir: The directory for the backups: one that all workers share, or a separate one per worker.
+            A URL such as `"s3://bucket/run"` also works.
         save_freq: `"epoch"`, or a number of steps. `None` or `False` disables this trigger.
         every_seconds: The approximate number of seconds between backups, in addition to `save_freq`.
         delete_checkpoint: Whether to delete the backups at the end of training, as Keras's callback does.
@@ -101,7 +102,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         """Restores the last backup, if there is one."""
         self._progress = progress_of(self.model)
         # A new process calls `fit` from the first time on, which must not restore the backups of a later call.
-        number = _ended[os.path.abspath(self.backup_dir)]
+        number = _ended[storage.absolute(self.backup_dir)]
         self._manager = CheckpointManager(
             Checkpoint(model=self.model, fit=self._progress),
             self.backup_dir,
@@ -183,7 +184,7 @@ def _delete_all(manager: CheckpointManager) -> None:
         gather_from(runtime, None)
         if (runtime is None or runtime.worker_index == 0) == is_turn_of_chief:
             for path in manager.checkpoints:
-                shutil.rmtree(path, ignore_errors=True)
+                remove(path)
             with contextlib.suppress(OSError):  # the directory contains other files
                 os.rmdir(manager.directory)
 

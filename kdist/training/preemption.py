@@ -132,7 +132,7 @@ class PreemptionCheckpointHandler:
     Args:
         cluster_resolver: Ignored, because the strategy defines the workers.
         checkpoint_or_checkpoint_manager: The checkpoint to save, or its manager.
-        checkpoint_dir: The directory for the checkpoint. Only valid with a `Checkpoint`.
+        checkpoint_dir: The directory for the checkpoint, or a URL. Only valid with a `Checkpoint`.
         termination_config: How to detect and handle a termination. The default is SIGTERM.
 
     Example:

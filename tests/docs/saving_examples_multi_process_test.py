@@ -24,7 +24,21 @@ def checkpoints_0(example: Run) -> None:
     assert_same(first["model"], again["model"])
 
 
+@runs(replaced=("s3://", "shelf://"))
 def checkpoints_1(example: Run) -> None:
+    import kdist
+    from tests.helpers.object_store import register
+
+    register("store")
+    model = new_model()
+    checkpoint = kdist.Checkpoint(model=model)
+    saved = checkpoint.save("shelf://bucket/run", asynchronous=False)
+    kdist.barrier()
+    names = example(kdist=kdist, checkpoint=checkpoint, model=model, **rows())
+    assert names["path"] == saved and names["manager"].checkpoints == [saved]
+
+
+def checkpoints_2(example: Run) -> None:
     import kdist
 
     model = new_model()
