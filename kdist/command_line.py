@@ -16,12 +16,17 @@ from kdist.cluster import environment, liveness, logs
 from kdist.cluster.keras_backends import BACKENDS, check_backend
 from kdist.doctor import command as doctor_command
 from kdist.errors import ClusterConfigError, InvalidArgumentError, KdistError
-from kdist.launch import restarts, run_options
+from kdist.launch import manifest, restarts
 from kdist.launch.info import print_info
-from kdist.launch.manifest import command as manifest_command
-from kdist.launch.options import BACKEND_HELP, whole_number
+from kdist.launch.options import (
+    BACKEND_HELP,
+    add_run_options,
+    parse_hosts,
+    resolve_num_workers,
+    variables_of,
+    whole_number,
+)
 from kdist.launch.options import target as read_target
-from kdist.launch.plan import parse_hosts, resolve_num_workers
 from kdist.launch.restarts import Job
 from kdist.measuring import command as measuring_command
 from kdist.version import __version__
@@ -117,7 +122,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_parser("info", help="print versions, backend, devices and cluster, for a bug report")
     measuring_command.add_to(commands)
     checkpoint_command.add_to(commands)
-    manifest_command.add_to(commands)
+    manifest.add_to(commands)
     # argparse shows a command's help only in the list of commands.
     for listed in vars(commands)["_choices_actions"]:
         text = listed.help or ""
@@ -145,7 +150,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "       kdist run [options] -m module [argument ...]",
         epilog=_RUN_EXAMPLES,
     )
-    run_options.add_to(run)
+    add_run_options(run)
     run.add_argument("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
@@ -177,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.command == "checkpoint":
             return checkpoint_command.main(options)
         if options.command == "manifest":
-            return manifest_command.main(options)
+            return manifest.main(options)
         if options.command in ("bench", "plot"):
             return measuring_command.main(options)
         from kdist.demo import main as demo_main  # needs NumPy, unlike the launcher
@@ -194,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    variables = run_options.variables_of(options)
+    variables = variables_of(options)
     logs.set_up({logs.VARIABLE: variables.get(logs.VARIABLE, "")})
     command = _worker_command(options)
     check_backend(variables.get("KERAS_BACKEND") or environment.get("KERAS_BACKEND") or None)

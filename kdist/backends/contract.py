@@ -67,7 +67,7 @@ class Backend(ABC):
     coordination_engine: Callable[[], Engine] | None = None
     """Creates the `Engine` of kdist's own parameter servers; `None` if the backend has parameter servers."""
     native_coordination: Callable[..., Coordination] | None = None
-    """Creates the `Coordination` of a backend that has parameter servers, instead of `OwnCoordination`."""
+    """Creates the `Coordination` of a backend that has parameter servers, instead of `GrpcCoordination`."""
     synchronous_runtime: Callable[..., Runtime] | None = None
     """Creates the `Runtime` for synchronous training with these servers, with one replica per worker."""
     start_server: Callable[..., object] | None = None

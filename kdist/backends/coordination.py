@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from kdist.context import StrategyLike
 from kdist.control import whereabouts
-from kdist.errors import StrategyScopeError
+from kdist.control.waiting import Waiting
+from kdist.errors import StrategyScopeError, WorkerTimeoutError
 
 if TYPE_CHECKING:
     import keras
@@ -121,19 +122,18 @@ class Coordination(ABC):
     places_variables: bool = False
     """Whether the servers hold the variables from their creation in `scope`."""
 
-    @abstractmethod
     def scope(self) -> AbstractContextManager[object]:
-        """A context manager for the strategy's scope: the servers hold variables created inside."""
+        """A context manager for the strategy's scope: the servers hold variables created inside, or `give` follows."""
+        return contextlib.nullcontext()
 
     def give(self, variables: Sequence[keras.Variable]) -> None:
         """Receives new variables at the end of the scope. Does nothing if the servers already hold them."""
         return
 
-    @abstractmethod
     def in_closure(self) -> bool:
-        """Returns whether this thread runs or traces a scheduled function."""
+        """Returns whether this thread runs or traces a scheduled function under the coordinator's strategy."""
+        return False
 
-    @abstractmethod
     def run(
         self,
         strategy: StrategyLike,
@@ -141,7 +141,8 @@ class Coordination(ABC):
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> Structure:
-        """Runs a function in the worker's replica. Only scheduled functions call this."""
+        """Runs a function in the worker's replica. Only scheduled functions call this; see `in_closure`."""
+        raise NotImplementedError
 
     @abstractmethod
     def schedule(
@@ -163,6 +164,37 @@ class Coordination(ABC):
     @abstractmethod
     def close(self) -> None:
         """Releases workers and servers, which then wait for another coordinator. Can be called twice."""
+
+
+def wait_for_tasks(
+    names: Sequence[str],
+    is_there: Callable[[int], bool],
+    pause: Callable[[int, float], object],
+    timeout: float,
+) -> None:
+    """Waits until all workers and servers have joined.
+
+    Args:
+        names: The names of the tasks.
+        is_there: Returns whether the task with an index has joined.
+        pause: Waits for the task with an index, for at most a number of seconds.
+        timeout: Seconds to wait.
+
+    Raises:
+        WorkerTimeoutError: If tasks do not join in time; the message names them.
+    """
+    deadline = time.monotonic() + timeout
+    waiting = Waiting(names, timeout)
+    missing: Sequence[int] = range(len(names))
+    while missing := [index for index in missing if not is_there(index)]:
+        waiting.note(missing)
+        if (left := deadline - time.monotonic()) <= 0:
+            raise WorkerTimeoutError(
+                f"These workers or servers did not join within {timeout:g} s: "
+                f"{', '.join(names[index] for index in missing)}.",
+                hint="Start the script for these tasks as well. There, it must call `kdist.Server(...).join()`.",
+            )
+        pause(missing[0], left)
 
 
 _AT_MOST = 2.0  # seconds; not longer, because a thread may wait for a step that takes a minute

@@ -1,16 +1,20 @@
-"""The queue of closures (scheduled functions), each of which is done once, even if workers are lost."""
+"""The queue of closures (scheduled functions), each of which is done once, even if workers are lost.
+
+`Staleness` limits how many closures run concurrently, so that no closure computes on variables that are too old.
+"""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from kdist.backends.coordination import RemoteValue
-from kdist.coordinator.staleness import Staleness
 from kdist.errors import StrategyScopeError
+
+_MOST = 64  # functions in a cache
 
 
 class Cancelled(StrategyScopeError):
@@ -48,23 +52,57 @@ class Result(RemoteValue):
 
 @dataclasses.dataclass(eq=False)
 class Closure:
-    """A scheduled call of a function.
+    """A scheduled call of a function."""
 
-    Args:
-        index: Its number in the order of scheduling, by which the servers identify its updates.
-        fn: The function.
-        args: Its positional arguments, which may be `RemoteValue`s.
-        kwargs: Its keyword arguments.
-        result: Its result.
-        done: Called with the returned value, in the thread that drives the worker.
-    """
-
-    index: int
+    index: int  # in the order of scheduling; the servers identify its updates by this number
     fn: Callable[..., object]
-    args: Sequence[object]
+    args: Sequence[object]  # may contain `RemoteValue`s
     kwargs: Mapping[str, object]
     result: Result
-    done: Callable[[Any], None] | None = None
+    done: Callable[[Any], None] | None = None  # receives the result, in the thread that drives the worker
+
+
+class Staleness:
+    """Decides when another closure may begin.
+
+    A closure reads variables when it begins, and changes them when it ends. Updates in between make its own
+    update stale. They come from closures that already run when it begins, or that begin while it runs.
+
+    Args:
+        most: The maximum staleness, in updates; `None` for no limit. With 0, closures run one after another.
+
+    Example:
+
+    >>> from kdist.coordinator.closures import Staleness
+    >>> bound = Staleness(1)
+    >>> bound.begin("a"), bound.begin("b"), bound.begin("c")
+    (True, True, False)
+    >>> bound.end("a")
+    >>> bound.begin("c")  # it would be the second beside "b"
+    False
+    """
+
+    def __init__(self, most: int | None) -> None:
+        self._most = most
+        self.is_in_turn = most == 0
+        """Whether closures run one after another."""
+        # For each running closure, the number of other closures that ran when it began or have begun since.
+        self._beside: dict[object, int] = {}
+
+    def begin(self, closure: object) -> bool:
+        """Returns whether a closure may begin now. If so, it counts as running."""
+        if self._most is not None:
+            others = max(self._beside.values(), default=0)
+            if len(self._beside) > self._most or (self._beside and others + 1 > self._most):
+                return False
+        for other in self._beside:
+            self._beside[other] += 1
+        self._beside[closure] = len(self._beside)
+        return True
+
+    def end(self, closure: object) -> None:
+        """Marks a closure as no longer running, because it is done or will be repeated."""
+        self._beside.pop(closure, None)
 
 
 class Closures:
@@ -218,3 +256,40 @@ def _cancelled(error: BaseException) -> Cancelled:
         f"The function was canceled, because another function failed: {type(error).__name__}: {error}",
         hint="Fix that error, and schedule the function again.",
     )
+
+
+class Recent:
+    """A cache that keeps the most recently used values.
+
+    Coordinator and worker use their caches of functions in the same order, so that both contain the same functions.
+
+    Example:
+
+    >>> from kdist.coordinator.closures import Recent
+    >>> recent = Recent(most=2)
+    >>> for name in ("a", "b", "a", "c"):
+    ...     recent.put(name, name.upper())
+    >>> recent.get("a"), recent.get("b")
+    ('A', None)
+    """
+
+    def __init__(self, most: int = _MOST) -> None:
+        self._most = most
+        self._values: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
+
+    def get(self, key: Hashable) -> Any:
+        """Returns a value, or `None`, and marks it as most recently used."""
+        if key in self._values:
+            self._values.move_to_end(key)
+        return self._values.get(key)
+
+    def put(self, key: Hashable, value: object) -> None:
+        """Adds a value. If the cache is full, removes the least recently used value."""
+        self._values[key] = value
+        self._values.move_to_end(key)
+        if len(self._values) > self._most:
+            self._values.popitem(last=False)
+
+    def clear(self) -> None:
+        """Removes all values."""
+        self._values.clear()

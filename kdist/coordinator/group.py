@@ -7,6 +7,7 @@ their results when the coordinator needs them.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import secrets
@@ -20,13 +21,13 @@ import numpy as np
 from kdist import keras_hooks
 from kdist.arrays import rows
 from kdist.backends.contract import ReplicaBatches, StepFunction
-from kdist.backends.coordination import Engine, on_worker
 from kdist.cluster import ClusterSpec, SimpleClusterResolver
 from kdist.cluster.addresses import free_ports, join_address, split_address
 from kdist.coordinator import shipping
-from kdist.coordinator.rpc import Handler, Message, Peer, PeerLost
-from kdist.coordinator.served import Home, Served
+from kdist.coordinator.rpc import Message, Peer, PeerLost
+from kdist.coordinator.served import Home
 from kdist.coordinator.steps import TrainStep
+from kdist.coordinator.worker import SessionTask
 from kdist.data.agreement import split_batch
 from kdist.errors import InvalidArgumentError, KdistError, WorkerLostError
 from kdist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
@@ -42,59 +43,55 @@ _HINT = (
 )
 
 
+@dataclasses.dataclass(eq=False)
 class Group:
-    """The workers of a synchronous job, which the coordinator calls together.
+    """The workers of a synchronous job, which the coordinator calls together."""
 
-    Args:
-        workers: The connections to the workers.
-        session: The name of the current run of the job.
-    """
+    workers: Sequence[Peer]
+    session: str  # the name of the current run of the job
 
-    def __init__(self, workers: Sequence[Peer], session: str) -> None:
-        self._workers = workers
-        self._session = session
+    def __post_init__(self) -> None:
         self._has_joined = False
         self.sent: set[str] = set()
 
     def join(self) -> None:
         """Connects the workers to each other, on the first call only."""
         if not self._has_joined:
-            tasks = [header for header, _ in self.call("place", {}, b"")]
+            tasks = [header for header, _ in self.call("place", {})]
             if len({task["process"] for task in tasks}) < len(tasks):
                 raise InvalidArgumentError(
                     "Two workers of a synchronous job run in the same process.",
-                    received={"synchronous": True, "workers": [peer.name for peer in self._workers]},
+                    received={"synchronous": True, "workers": [peer.name for peer in self.workers]},
                     hint="Start each worker in its own process, or train asynchronously.",
                 )
-            self.call("join_group", {"workers": [task["place"] for task in tasks]}, b"")
+            self.call("join_group", {"workers": [task["place"] for task in tasks]})
             self._has_joined = True
 
     def call(
-        self, method: str, header: Mapping[str, Any], data: bytes
+        self, method: str, header: Mapping[str, Any], *arrays: np.ndarray
     ) -> list[tuple[dict[str, Any], list[np.ndarray]]]:
         """Calls a method of every worker, and returns the answers in the order of the workers.
 
         If several workers fail, raises an error that is not about the loss of a worker, if there is one.
         """
-        header = {"session": self._session} | dict(header)
-        waits = [peer.begin(method, header, [np.frombuffer(data, np.uint8)]) for peer in self._workers]
-        answers: list[Any] = [None] * len(waits)
+        header = {"session": self.session} | dict(header)
+        waits = [peer.begin(method, header, arrays) for peer in self.workers]
 
-        def wait(index: int) -> None:
+        def outcome(wait: Callable[[], Any]) -> Any:
             try:
-                answers[index] = waits[index]()
+                return wait()
             except KdistError as error:
-                answers[index] = error
+                return error
 
         with ThreadPoolExecutor(len(waits)) as pool:
-            list(pool.map(wait, range(len(waits))))
+            answers = list(pool.map(outcome, waits))
         for answer in answers:
             if isinstance(answer, PeerLost):
                 raise WorkerLostError(str(answer), hint=_HINT)
         errors: list[BaseException] = [answer for answer in answers if isinstance(answer, KdistError)]
-        for peer, answer in zip(self._workers, answers, strict=True):
+        for peer, answer in zip(self.workers, answers, strict=True):
             if not isinstance(answer, KdistError) and "raised" in answer[0]:
-                errors.append(shipping.load_error(answer[1][0].tobytes(), peer.name))
+                errors.append(shipping.load_error(answer[1][0], peer.name))
         # A worker that waits for a failed worker reports it as lost. Errors of the failed worker come first.
         for error in sorted(errors, key=lambda error: isinstance(error, (WorkerLostError, PeerLost))):
             raise error
@@ -123,71 +120,43 @@ class GroupSteps(StepFunction):
         coordination.served.before_pull = self.sync
         coordination.served.generation += 1
         answers = group.call("step", {"model": self._name, "changed": changed}, coordination.dumps(data))
-        return shipping.loads(answers[0][1][0].tobytes(), coordination)
+        return shipping.loads(answers[0][1][0], coordination)
 
     def sync(self) -> None:
         """Makes the workers write their variables to the servers."""
         name, self._name = self._name, ""
         if name:
-            self._coordination.group.call("write", {"model": name}, b"")
+            self._coordination.group.call("write", {"model": name})
             self._coordination.served.generation += 1
 
 
-class GroupTask:
-    """A worker in a synchronous session.
+class GroupTask(SessionTask):
+    """A worker that trains together with the other workers."""
 
-    Args:
-        engine: The functions of the backend.
-        index: The index of the worker.
-        address: The address of the worker.
-        session: The name of the session.
-        servers: The connections to the servers.
-    """
-
+    METHODS = ("place", "join_group", "take_model", "step", "write")
     # Kept for the life of the process, because the backends cannot join a second group.
     _joined: tuple[int, int, MultiWorkerMirroredStrategy] | None = None
     _lock = threading.Lock()
 
-    def __init__(
-        self, engine: Engine, index: int, address: str, session: str, servers: Sequence[Peer]
-    ) -> None:
-        self.index = index
-        self.strategy: Any = None
-        self.own_values: dict[int, object] = {}
-        self._address = address
-        self._engine = engine
-        self._served = Served(engine, servers, session, tells=False)
-        self._variables: dict[int, tuple[keras.Variable, Home]] = {}
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._homes: dict[int, Home] = {}  # by the ids of variables
         self._models: dict[str, keras.Model] = {}
         self._working: StepFunction | None = None
 
-    def close(self) -> None:
-        """Closes the connections to the servers."""
-        for server in self._served.servers:
-            server.close()
-
-    def variable(self, number: int, spec: tuple[type, dict[str, Any], Home]) -> keras.Variable:
-        """Returns the worker's local variable with this number. Creates it on first use."""
-        cls, state, home = spec
-        if number not in self._variables:
-            variable = keras_hooks.new_variable(cls, state, np.zeros(home.placement.shape, state["_dtype"]))
-            self._variables[number] = variable, home
-        variable = self._variables[number][0]
-        if variable.trainable != state["_trainable"]:  # frozen since the last function that used it
-            variable.trainable = state["_trainable"]
+    def _create(self, cls: type, state: dict[str, Any], home: Home) -> keras.Variable:
+        variable = keras_hooks.new_variable(cls, state, np.zeros(home.placement.shape, state["_dtype"]))
+        self._homes[id(variable)] = home
         return variable
 
-    def handlers(self) -> dict[str, Handler]:
-        """Returns the methods that the coordinator can call, by name."""
-        names = ("place", "join_group", "take_model", "step", "write")
-        return {name: self._caught(getattr(self, name)) for name in names}
-
-    def place(self, header: Mapping[str, Any], data: bytes) -> Message:
+    @shipping.answers_errors
+    def place(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
         """Returns an address with a free port, at which the other workers connect, and the worker's process."""
-        host, _ = split_address(self._address)
+        host, _ = split_address(self.address)
         return {"place": join_address(host, free_ports(1)[0]), "process": _token(os.getpid())}, ()
 
-    def join_group(self, header: Mapping[str, Any], data: bytes) -> Message:
+    @shipping.answers_errors
+    def join_group(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
         """Connects to the other workers, or reuses the strategy of an earlier session."""
         workers = header["workers"]
         with self._lock:
@@ -199,14 +168,16 @@ class GroupTask:
             self.strategy = GroupTask._joined[2]
         return {}, ()
 
-    def take_model(self, header: Mapping[str, Any], data: bytes) -> Message:
+    @shipping.answers_errors
+    def take_model(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
         """Receives a model, and reads its new variables from the servers."""
         known = set(self._variables)
-        self._models[header["model"]] = shipping.loads(data, self).model
+        self._models[header["model"]] = shipping.loads(arrays[0], self).model
         self._read([number for number in self._variables if number not in known])
         return {}, ()
 
-    def step(self, header: Mapping[str, Any], data: bytes) -> Message:
+    @shipping.answers_errors
+    def step(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
         """Trains on global batches, together with the other workers, and returns the logs."""
         model = self._models[header["model"]]
         function = session_of(self.strategy, model).function("train")
@@ -216,27 +187,16 @@ class GroupTask:
         if self._working is not function:
             self._leave()
             self._working = function.__enter__()
-        batches = [split_batch(self.strategy.runtime, batch) for batch in shipping.loads(data, self)]
-        return {}, [_bytes(shipping.dumps(shipping.to_host(function(batches)), self.strategy))]
+        batches = [split_batch(self.strategy.runtime, batch) for batch in shipping.loads(arrays[0], self)]
+        return {}, [shipping.dumps(shipping.to_host(function(batches)), self.strategy)]
 
-    def write(self, header: Mapping[str, Any], data: bytes) -> Message:
+    @shipping.answers_errors
+    def write(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
         """Writes the model's variables to the servers. Each worker does this for some of the servers."""
         self._leave()
-        model = self._models[header["model"]]
-        mine = {id(variable): number for number, (variable, _) in self._variables.items()}
-        number_of_workers = self.strategy.runtime.num_workers
-        sent: dict[int, tuple[list[str], list[np.ndarray]]] = {}
-        for variable in keras_hooks.all_variables(model):
-            number = mine[id(variable)]
-            _, home = self._variables[number]
-            parts = home.placement.cut(np.array(variable))
-            for part, server, key in home.keys_to_write(len(self._served.servers)):
-                if server % number_of_workers == self.index:
-                    keys, arrays = sent.setdefault(server, ([], []))
-                    keys.append(key)
-                    arrays.append(parts[part])
-        for server, (keys, arrays) in sent.items():
-            self._served.call(server, "assign", {"keys": keys}, arrays)
+        variables = keras_hooks.all_variables(self._models[header["model"]])
+        values = [(self._homes[id(variable)], np.array(variable)) for variable in variables]
+        self.served.assign(values, self.index, self.strategy.runtime.num_workers)
         return {}, ()
 
     def _leave(self) -> None:
@@ -247,25 +207,11 @@ class GroupTask:
     def _read(self, numbers: Sequence[int]) -> None:
         """Reads the values of variables from the servers."""
         for number in numbers:
-            variable, home = self._variables[number]
-            variable.assign(self._served.value(home))
-
-    def _caught(self, method: Callable[[Mapping[str, Any], bytes], Message]) -> Handler:
-        def handle(header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
-            try:
-                with on_worker(self.index):
-                    return method(header, arrays[0].tobytes())
-            except BaseException as error:
-                return {"raised": True}, [_bytes(shipping.dump_error(error))]
-
-        return handle
+            variable = self._variables[number]
+            variable.assign(self.served.value(self._homes[id(variable)]))
 
 
 @functools.cache
 def _token(pid: int) -> str:
     """Returns a random name of this process, because numbers of processes repeat on other machines."""
     return secrets.token_hex(8)
-
-
-def _bytes(data: bytes) -> np.ndarray:
-    return np.frombuffer(data, np.uint8)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import keras
-import numpy as np
 
 from kdist import keras_hooks
 from kdist.coordinator import shipping
@@ -23,33 +24,28 @@ NUMBER = "_kdist_number"
 """The attribute of an optimizer with the number by which the servers identify it."""
 
 
+@dataclasses.dataclass(eq=False)
 class Optimizers:
-    """The optimizers of one job, on its coordinator.
+    """The optimizers of one job, on its coordinator."""
 
-    Args:
-        strategy: The strategy of the coordinator.
-        served: The variables on the servers.
-        give: A function that moves variables to the servers.
-    """
+    strategy: StrategyLike
+    served: Served
+    give: Callable[[Sequence[keras.Variable]], None]  # moves variables to the servers
 
-    def __init__(
-        self, strategy: StrategyLike, served: Served, give: Callable[[Sequence[keras.Variable]], None]
-    ) -> None:
-        self._strategy = strategy
-        self._served = served
-        self._give = give
+    def __post_init__(self) -> None:
         self._numbers: weakref.WeakKeyDictionary[keras.optimizers.Optimizer, int] = (
             weakref.WeakKeyDictionary()
         )
         self._by_number: weakref.WeakValueDictionary[int, keras.optimizers.Optimizer] = (
             weakref.WeakValueDictionary()
         )
+        self._unused = itertools.count()  # numbers of deleted optimizers are not used again
         self._registered: weakref.WeakSet[keras.optimizers.Optimizer] = weakref.WeakSet()
 
     def reduced(self, optimizer: keras.optimizers.Optimizer) -> tuple[object, ...]:
         """Returns the reduced form of an optimizer. Sends a built optimizer to the servers first."""
         _check(optimizer)
-        number = self._numbers.setdefault(optimizer, len(self._numbers))
+        number = self._numbers.setdefault(optimizer, next(self._unused))
         self._by_number[number] = optimizer
         if optimizer.built and optimizer not in self._registered:
             self._register(optimizer, number)
@@ -64,7 +60,7 @@ class Optimizers:
 
     def _register(self, optimizer: keras.optimizers.Optimizer, number: int) -> None:
         trained = list(optimizer._trainable_variables)
-        self._give(trained)
+        self.give(trained)
         homes: dict[str, Home] = {}
         for variable in trained:
             home = _home(variable)
@@ -80,11 +76,9 @@ class Optimizers:
         constraints = {
             key: v.constraint for v in trained if v.constraint for _, key in _home(v).keys_to_read()
         }
-        with self._strategy.new_variables.left_out():
-            pickled = np.frombuffer(
-                shipping.dumps((_unbuilt(optimizer), constraints), self._strategy), np.uint8
-            )
-        for server in range(len(self._served.servers)):
+        with self.strategy.new_variables.left_out():
+            pickled = shipping.dumps((_unbuilt(optimizer), constraints), self.strategy)
+        for server in range(len(self.served.servers)):
             header = {
                 "optimizer": number,
                 "trained": [key for v in trained for key in self._keys(v, server)],
@@ -96,12 +90,12 @@ class Optimizers:
                 ],
                 "own": [[v.name, key] for v in optimizer.variables for key in self._keys(v, server)],
             }
-            self._served.call(server, "optimize", header, [pickled])
+            self.served.call(server, "optimize", header, [pickled])
         self._registered.add(optimizer)
 
     def _keys(self, variable: keras.Variable, server: int) -> list[str]:
         home = _home(variable)
-        return [key for _, where, key in home.keys_to_write(len(self._served.servers)) if where == server]
+        return [key for _, where, key in home.keys_to_write(len(self.served.servers)) if where == server]
 
     def _move(self, variable: keras.Variable, placement: Placement, is_everywhere: bool = False) -> None:
         """Moves an optimizer variable to the servers that run its updates."""
@@ -112,11 +106,11 @@ class Optimizers:
             and record.home.is_everywhere == is_everywhere
         ):
             return
-        home = Home(self._served.new_number(), placement, is_everywhere)
+        home = Home(self.served.new_number(), placement, is_everywhere)
         if record is None:
-            record = Record(self._served, variable, home, keras_hooks.native_value(variable))
-            self._served.add(record)
-        self._served.hold(record, home)
+            record = Record(self.served, variable, home, keras_hooks.native_value(variable))
+            self.served.add(record)
+        self.served.hold(record, home)
 
 
 def _home(variable: keras.Variable) -> Home:

@@ -17,32 +17,21 @@ from kdist.errors import InvalidArgumentError
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The requested rows of a variable that are in one part.
+    """The requested rows of a variable that are in one part."""
 
-    Args:
-        shard: The index of the part.
-        positions: The positions of these rows in the request; 1-D, ascending.
-        rows: The row numbers within the part, of the same length.
-    """
-
-    shard: int
-    positions: np.ndarray
-    rows: np.ndarray
+    shard: int  # the index of the part
+    positions: np.ndarray  # of these rows in the request; 1-D, ascending
+    rows: np.ndarray  # their numbers within the part, of the same length
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The placement of a variable, which consists of one or more parts, each on one server.
-
-    Args:
-        shape: The shape of the variable.
-        spans: The first row of each part, and its last row plus one. A scalar counts as one row.
-        servers: The index of the server that holds each part.
-    """
+    """The placement of a variable, which consists of one or more parts, each on one server."""
 
     shape: tuple[int, ...]
+    # The first row of each part, and its last row plus one. A scalar counts as one row.
     spans: tuple[tuple[int, int], ...]
-    servers: tuple[int, ...]
+    servers: tuple[int, ...]  # the index of the server that holds each part
 
     @property
     def num_shards(self) -> int:

@@ -22,17 +22,11 @@ from kdist.coordinator.rpc import Peer
 
 @dataclasses.dataclass(frozen=True)
 class Home:
-    """The location of a variable on the servers.
+    """The location of a variable on the servers."""
 
-    Args:
-        number: The number of the variable in the job.
-        placement: The parts of the variable, and the servers that hold them.
-        is_everywhere: Whether every server has a copy, for example of the learning rate of an optimizer.
-    """
-
-    number: int
+    number: int  # of the variable in the job
     placement: Placement
-    is_everywhere: bool = False
+    is_everywhere: bool = False  # every server has a copy, for example of the learning rate of an optimizer
 
     def keys_to_read(self) -> list[tuple[int, str]]:
         """Returns the server of each part and the key of the part there, for reads."""
@@ -80,7 +74,13 @@ class Record:
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
         """Returns the current values of some rows from the servers."""
-        return self.served.pull_rows(self, ids)
+        found, keys = self.home.placement.rows_by_shard(ids), self.home.keys_to_read()
+        answers = []
+        for one in found:
+            server, key = keys[one.shard]
+            answers.append(self.served.begin(server, "pull_rows", {"keys": [key]}, [one.rows]))
+        parts = [wait()[1][0] for wait in answers]
+        return self.home.placement.join_rows(found, parts, parts[0].dtype if parts else keras.config.floatx())
 
     def is_here(self) -> bool:
         """Returns whether the whole value is here and was requested in the current generation."""
@@ -108,7 +108,7 @@ class Record:
 
     def value(self) -> np.ndarray:
         """Returns the value here as a NumPy array."""
-        return as_numpy(self.held)
+        return rows.to_host(self.held)
 
     def forget(self) -> None:
         """Discards the value here, so that the next read requests it from the servers."""
@@ -123,24 +123,19 @@ class Record:
         self.mark = self.served.engine.mark(self.held)
 
 
+@dataclasses.dataclass(eq=False)
 class Served:
-    """The variables of one job, as seen by one task.
+    """The variables of one job, as seen by one task."""
 
-    Args:
-        engine: The functions of the backend.
-        servers: The connections to the parameter servers.
-        session: The name of the current run of the job.
-        tells: Whether `pull` sends changed values to the servers before it reads; true on the coordinator.
-    """
+    engine: Engine
+    servers: Sequence[Peer]
+    session: str  # the name of the current run of the job
+    tells: bool  # `pull` sends changed values to the servers before it reads; true on the coordinator
 
-    def __init__(self, engine: Engine, servers: Sequence[Peer], session: str, tells: bool) -> None:
-        self.tells = tells
-        self.engine = engine
-        self.servers = servers
-        self.session = session
+    def __post_init__(self) -> None:
         self.records: dict[int, Record] = {}
         self.generation = 0
-        """A counter. Values that were requested in an earlier generation may be stale."""
+        """A counter. If it increases, all values that were requested before may be stale."""
         self.touched: dict[int, Record] = {}
         self.before_pull: Callable[[], None] = lambda: None
         """Called before each `pull`. In the synchronous mode, it makes the workers write their variables."""
@@ -189,17 +184,23 @@ class Served:
             record.generation = self.generation
             record.pulled, record.mark = value, self.engine.mark(record.held)
 
+    def begin(
+        self, server: int, method: str, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()
+    ) -> Callable[[], Any]:
+        """Starts a call of a server, and returns a function that waits for the answer."""
+        return self.servers[server].begin(method, {"session": self.session} | header, arrays)
+
     def call(
         self, server: int, method: str, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()
     ) -> dict[str, Any]:
         """Calls a method of a server, and returns the header of the answer."""
-        return self._begin(server, method, header, arrays)()[0]
+        return self.begin(server, method, header, arrays)()[0]
 
     def value(self, home: Home) -> np.ndarray:
         """Returns the value at a location on the servers."""
         parts = []
         for server, key in home.keys_to_read():
-            _, found = self._begin(server, "pull", {"keys": [key], "versions": [-1]})()
+            _, found = self.begin(server, "pull", {"keys": [key], "versions": [-1]})()
             parts += found
         return home.placement.join(parts)
 
@@ -221,7 +222,7 @@ class Served:
                     "keys": [key for _, _, key in parts],
                     "versions": [r.versions[p] for r, p, _ in parts],
                 }
-                answers.append((parts, self._begin(server, "pull", header)))
+                answers.append((parts, self.begin(server, "pull", header)))
             changed: dict[int, Record] = {}
             for parts, wait in answers:
                 header, arrays = wait()
@@ -239,25 +240,6 @@ class Served:
             for record in records:
                 record.generation = generation
 
-    def pull_rows(self, record: Record, ids: np.ndarray) -> np.ndarray:
-        """Requests some rows of a variable from the servers."""
-        found, keys = record.home.placement.rows_by_shard(ids), record.home.keys_to_read()
-        answers = []
-        for one in found:
-            server, key = keys[one.shard]
-            answers.append(self._begin(server, "pull_rows", {"keys": [key]}, [one.rows]))
-        parts = []
-        for wait in answers:
-            _, (part,) = wait()
-            parts.append(part)
-        return record.home.placement.join_rows(
-            found, parts, parts[0].dtype if parts else keras.config.floatx()
-        )
-
-    def next_generation(self) -> None:
-        """Marks all values that were requested before as possibly stale."""
-        self.generation += 1
-
     def changed(self) -> Iterator[Record]:
         """Returns the variables whose values here differ from the last known values of the servers."""
         return (
@@ -269,26 +251,29 @@ class Served:
     def tell_values(self, records: Iterable[Record]) -> None:
         """Sends the values of variables from this task to the servers."""
         values = {record: record.value() for record in records}
-        if not values:
-            return
-        calls = []
-        for server, (keys, arrays) in enumerate(self.by_server(values.items())):
-            if keys:
-                calls.append(self._begin(server, "assign", {"keys": keys}, arrays))
-        for wait in calls:
-            wait()
+        self.assign([(record.home, value) for record, value in values.items()])
         for record, value in values.items():
             record.pulled = unchanging(value)
             record.mark = self.engine.mark(record.held)
 
+    def assign(self, values: Iterable[tuple[Home, np.ndarray]], share: int = 0, num_shares: int = 1) -> None:
+        """Sets values on the servers `share`, `share + num_shares` and so on."""
+        calls = [
+            self.begin(server, "assign", {"keys": keys}, arrays)
+            for server, (keys, arrays) in enumerate(self.by_server(values))
+            if keys and server % num_shares == share
+        ]
+        for wait in calls:
+            wait()
+
     def by_server(
-        self, values: Iterable[tuple[Record, np.ndarray]]
+        self, values: Iterable[tuple[Home, np.ndarray]]
     ) -> list[tuple[list[str], list[np.ndarray]]]:
         """Splits arrays with the shapes of variables, and returns the keys and parts for each server."""
         found: list[tuple[list[str], list[np.ndarray]]] = [([], []) for _ in self.servers]
-        for record, value in values:
-            parts = record.home.placement.cut(value)
-            for part, server, key in record.home.keys_to_write(len(self.servers)):
+        for home, value in values:
+            parts = home.placement.cut(value)
+            for part, server, key in home.keys_to_write(len(self.servers)):
                 found[server][0].append(key)
                 found[server][1].append(parts[part])
         return found
@@ -313,13 +298,3 @@ class Served:
         for shard, (server, key) in enumerate(keys):
             one = found.get(shard) or Rows(shard, *[np.zeros(0, np.int64)] * 2)
             yield server, [key, "rows"], [one.rows, values[one.positions]]
-
-    def _begin(
-        self, server: int, method: str, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()
-    ) -> Callable[[], Any]:
-        return self.servers[server].begin(method, {"session": self.session} | header, arrays)
-
-
-def as_numpy(tensor: object) -> np.ndarray:
-    """Returns a tensor of the backend as a NumPy array, which may share its memory."""
-    return rows.to_host(tensor)

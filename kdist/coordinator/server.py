@@ -83,13 +83,13 @@ class Server:
                 )
             else:
                 # Imported here, because this module imports Keras.
-                from kdist.coordinator.own_server import OwnServer
+                from kdist.coordinator.grpc_server import GrpcServer
 
                 assert backend.coordination_engine is not None
                 tasks = [one for job in _JOBS if job in self._spec.jobs for one in self._spec.job_tasks(job)]
                 secret = job_secret([address for address in tasks if address is not None])
                 engine = backend.coordination_engine()
-                self._server = OwnServer(self._address, self._job_name, engine, secret)
+                self._server = GrpcServer(self._address, self._job_name, engine, secret)
 
     def join(self) -> None:
         """Serves until the process is terminated. After a job, the server waits for the next coordinator."""

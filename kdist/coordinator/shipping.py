@@ -6,20 +6,23 @@ A task unpickles data only from tasks that proved to have the job's secret. Thes
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import io
 import pickle
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import cloudpickle
 import numpy as np
 
 from kdist import keras_hooks
-from kdist.coordinator.served import as_numpy
+from kdist.arrays import rows
+from kdist.backends.coordination import on_worker
+from kdist.coordinator.rpc import Message
 from kdist.errors import InvalidArgumentError, KdistError
 
 if TYPE_CHECKING:
@@ -32,12 +35,8 @@ _STACK = 512 << 20  # bytes, which the system allocates only when they are used
 _Result = TypeVar("_Result")
 
 
-class _Arriving(threading.local):
-    def __init__(self) -> None:
-        self.task: Any = None
-
-
-_arriving = _Arriving()
+_arriving = threading.local()
+"""Its attribute `task` is the task for which this thread unpickles."""
 
 
 def variable_here(number: int, spec: object) -> keras.Variable:
@@ -88,7 +87,7 @@ def reduced_variable(variable: keras.Variable) -> tuple[object, ...]:
     if (record := keras_hooks.record_of(variable)) is not None:
         return variable_here, (record.home.number, (*keras_hooks.variable_state(variable), record.home))
     cls, state = keras_hooks.variable_state(variable)
-    return _local_variable, (cls, state, np.array(as_numpy(keras_hooks.native_value(variable))))
+    return _local_variable, (cls, state, np.array(rows.to_host(keras_hooks.native_value(variable))))
 
 
 def _local_variable(cls: type, state: dict[str, object], value: np.ndarray) -> keras.Variable:
@@ -98,8 +97,8 @@ def _local_variable(cls: type, state: dict[str, object], value: np.ndarray) -> k
 
 def dumps(
     value: object, strategy: object, reduce: Callable[[object], object] = lambda obj: NotImplemented
-) -> bytes:
-    """Pickles a value for another task.
+) -> np.ndarray:
+    """Pickles a value for another task, as an array of bytes.
 
     Raises:
         InvalidArgumentError: If a part of the value cannot be pickled.
@@ -111,7 +110,7 @@ def dumps(
         return file.getvalue()
 
     try:
-        return _deeply(dump)
+        return np.frombuffer(_deeply(dump), np.uint8)
     except KdistError:  # already has an explanation
         raise
     except Exception as error:
@@ -122,7 +121,7 @@ def dumps(
         ) from error
 
 
-def loads(data: bytes, task: object) -> Any:
+def loads(data: np.ndarray, task: object) -> Any:
     """Unpickles a value from `dumps`.
 
     Args:
@@ -134,7 +133,7 @@ def loads(data: bytes, task: object) -> Any:
         _arriving.task = task
         try:
             with keras_hooks.arriving(getattr(task, "strategy", None)):
-                return pickle.loads(data)
+                return pickle.loads(data.data)
         finally:
             _arriving.task = None
 
@@ -147,39 +146,34 @@ def _deeply(function: Callable[[], _Result]) -> _Result:
         return function()
     except (RecursionError, pickle.PicklingError):  # cloudpickle turns a RecursionError into a PicklingError
         pass
-    outcome: list[Any] = []
-
-    def call() -> None:
-        try:
-            outcome.append((function(), None))
-        except BaseException as error:
-            outcome.append((None, error))
-
-    with _deep_recursion():
-        size = threading.stack_size(_STACK)
-        try:
-            thread = threading.Thread(target=call, name="kdist pickling")
-            thread.start()
-        finally:
-            threading.stack_size(size)
-        thread.join()
-    value, error = outcome[0]
-    if error is not None:
-        raise error
-    return value
-
-
-@contextlib.contextmanager
-def _deep_recursion() -> Iterator[None]:
-    limit = sys.getrecursionlimit()
+    limit, size = sys.getrecursionlimit(), threading.stack_size(_STACK)
     sys.setrecursionlimit(max(limit, _DEEP))
     try:
-        yield
+        with ThreadPoolExecutor(1, "kdist pickling") as pool:
+            try:
+                outcome = pool.submit(function)  # starts the thread
+            finally:
+                threading.stack_size(size)
+            return outcome.result()
     finally:
         sys.setrecursionlimit(limit)
 
 
-def dump_error(error: BaseException) -> bytes:
+def answers_errors(method: Callable[[Any, Mapping[str, Any], list[np.ndarray]], Message]) -> Any:
+    """Decorates a method of a worker. If it raises an error, it answers with this error: see `load_error`."""
+
+    @functools.wraps(method)
+    def answer(task: Any, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
+        try:
+            with on_worker(task.index):
+                return method(task, header, arrays)
+        except BaseException as error:
+            return {"raised": True}, [np.frombuffer(_dump_error(error), np.uint8)]
+
+    return answer
+
+
+def _dump_error(error: BaseException) -> bytes:
     """Pickles an exception with its traceback, or a `RuntimeError` with its text if that fails."""
     text = "".join(traceback.format_exception(error)).rstrip()
     try:
@@ -190,9 +184,9 @@ def dump_error(error: BaseException) -> bytes:
     return pickled
 
 
-def load_error(data: bytes, worker: str) -> BaseException:
-    """Returns the exception from `dump_error`, with a note about the worker and the traceback there."""
-    error, text = pickle.loads(data)
+def load_error(data: np.ndarray, worker: str) -> BaseException:
+    """Returns the exception that a worker has answered, with a note about the worker and the traceback there."""
+    error, text = pickle.loads(data.data)
     error.add_note(f"Raised on {worker}:\n{text}")
     return error
 
@@ -203,7 +197,7 @@ def to_host(structure: object) -> Any:
 
     def host(leaf: object) -> object:
         return (
-            np.array(as_numpy(leaf))
+            np.array(rows.to_host(leaf))
             if keras.ops.is_tensor(leaf) or isinstance(leaf, keras.Variable)
             else leaf
         )

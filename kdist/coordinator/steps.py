@@ -35,7 +35,9 @@ class ScheduledSteps(StepFunction):
     def __call__(self, batches: Sequence[ReplicaBatches]) -> object:
         """Schedules a step for each batch, and returns the newest logs."""
         self._coordination.closures.wait(_AHEAD * self._coordination.num_workers - 1)
-        data = [to_send(batch.parts[0]) for batch in batches]
+        # Per-worker iterators are sent unchanged.
+        parts = [batch.parts[0] for batch in batches]
+        data = [part if isinstance(part, PerWorkerValues) else rows.to_host(part) for part in parts]
         # TensorFlow applies all updates of a function at its end, so each step needs a separate call.
         for part in [[one] for one in data] if self._coordination.places_variables else [data]:
             result = self._coordination.schedule(self._function, (part,), {}, self._take)
@@ -77,11 +79,6 @@ class TrainStep:
         """Runs one training step in the replica."""
         engine = get_backend().coordination_engine
         return self.model.train_step(data) if engine is None else engine().train_step(self.model, data)
-
-
-def to_send(data: object) -> object:
-    """Returns a batch as NumPy arrays. Per-worker iterators are returned unchanged."""
-    return data if isinstance(data, PerWorkerValues) else rows.to_host(data)
 
 
 class CoordinatorRuntime:

@@ -11,10 +11,10 @@ import numpy as np
 
 from kdist import keras_hooks
 from kdist.arrays.memory import unchanging
+from kdist.arrays.rows import to_host
 from kdist.backends.coordination import Engine
 from kdist.coordinator import shipping
-from kdist.coordinator.rpc import Handler, Message
-from kdist.coordinator.served import as_numpy
+from kdist.coordinator.rpc import Message
 
 if TYPE_CHECKING:
     import keras
@@ -25,23 +25,20 @@ _OK: Message = ({}, ())
 
 @dataclasses.dataclass
 class Part:
-    """A part of a variable.
+    """A part of a variable."""
 
-    Args:
-        variable: A Keras variable that holds the part, with the path of the whole variable.
-        version: The value of the server's clock, a counter of writes, at the last write of the part.
-    """
-
-    variable: keras.Variable
-    version: int
+    variable: keras.Variable  # with the path of the whole variable
+    version: int  # the server's clock, a counter of writes, at the last write of the part
 
 
-class Store:
+class ParameterStore:
     """The state of one server in one session. All methods are thread-safe.
 
     Each update names the closure that computed it, and is applied once. If a worker is lost and another one
     repeats its closure, the server ignores updates that it has already applied.
     """
+
+    METHODS = ("hold", "drop", "assign", "optimize", "pull", "pull_rows", "commit")
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -53,13 +50,6 @@ class Store:
         self._oldest = 0
         self._clock = 0
         self._lock = threading.Lock()
-
-    def handlers(self) -> dict[str, Handler]:
-        """Returns the methods that other tasks can call, by name."""
-        return {
-            name: getattr(self, name)
-            for name in ("hold", "drop", "assign", "optimize", "pull", "pull_rows", "commit")
-        }
 
     def hold(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
         """Adds parts of variables, with their values."""
@@ -95,8 +85,9 @@ class Store:
         """Returns the values of the parts whose version differs from the version of the caller."""
         with self._lock:
             parts = [self._parts[key] for key in header["keys"]]
+            # The arrays must not change while they are being sent.
             found = [
-                self._value(part)
+                unchanging(to_host(part.variable.value))
                 for part, version in zip(parts, header["versions"], strict=True)
                 if part.version != version
             ]
@@ -106,7 +97,7 @@ class Store:
         """Returns some rows of each part."""
         with self._lock:
             found = [
-                as_numpy(self._parts[key].variable.value)[rows]
+                to_host(self._parts[key].variable.value)[rows]
                 for key, rows in zip(header["keys"], arrays, strict=True)
             ]
             return {}, found
@@ -117,7 +108,7 @@ class Store:
         The optimizer's own variables get the values that are already on this server.
         """
         with self._lock:
-            optimizer, constraints = shipping.loads(arrays[0].tobytes(), None)
+            optimizer, constraints = shipping.loads(arrays[0], None)
             trained = [self._parts[key].variable for key in header["trained"]]
             for key, variable in zip(header["trained"], trained, strict=True):
                 variable.constraint = constraints.get(key)
@@ -149,7 +140,7 @@ class Store:
             for one, values in gradients:
                 self._apply(one["optimizer"], [key for key, _ in one["keys"]], values)
             for key in header["differences"]:
-                self._write(key, as_numpy(self._parts[key].variable.value) + next(found))
+                self._write(key, to_host(self._parts[key].variable.value) + next(found))
             for key in header["values"]:
                 self._write(key, next(found))
             self._made.add(closure)
@@ -175,10 +166,6 @@ class Store:
         for key, part in self._parts.items():
             if key in keys or id(part.variable) in touched:
                 part.version = self._clock
-
-    def _value(self, part: Part) -> np.ndarray:
-        # The array must not change while it is being sent.
-        return unchanging(as_numpy(part.variable.value))
 
     def _write(self, key: str, array: np.ndarray) -> None:
         part = self._parts[key]

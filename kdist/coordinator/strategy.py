@@ -10,8 +10,7 @@ from kdist.backends import get_backend
 from kdist.backends.coordination import Coordination
 from kdist.cluster import ClusterResolver, TFConfigClusterResolver
 from kdist.cluster.roles import coordinator_cluster, number_of
-from kdist.coordinator.closures import Closures
-from kdist.coordinator.staleness import Staleness
+from kdist.coordinator.closures import Closures, Staleness
 from kdist.errors import InvalidArgumentError
 from kdist.strategies.description import Description
 from kdist.strategies.strategy import Strategy
@@ -87,7 +86,7 @@ class ParameterServerStrategy(Strategy):
             return
         # Imported here, because these modules import Keras.
         from kdist.coordinator.group import GroupSteps
-        from kdist.coordinator.own import OwnCoordination
+        from kdist.coordinator.grpc_coordination import GrpcCoordination
         from kdist.coordinator.steps import CoordinatorRuntime, ScheduledSteps
 
         closures = Closures(Staleness(max_staleness))
@@ -96,7 +95,7 @@ class ParameterServerStrategy(Strategy):
             self.coordination = backend.native_coordination(self, *common)
         else:
             assert backend.coordination_engine is not None
-            self.coordination = OwnCoordination(self, backend.coordination_engine(), *common)
+            self.coordination = GrpcCoordination(self, backend.coordination_engine(), *common)
         atexit.register(self.coordination.close)
         runtime = backend.create_runtime(Topology(backend.list_devices()[:1]))
         steps = GroupSteps if synchronous else ScheduledSteps

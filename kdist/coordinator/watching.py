@@ -29,22 +29,20 @@ class Watched:
         return self.is_file and _stamp(self.path) != self.stamp
 
 
+@dataclass
 class Folder:
     """Finds the newest checkpoint of a directory that is not yet done or skipped.
 
     kdist's checkpoints appear atomically. A Keras file may be incomplete, so it counts only after it has not
     changed for `settle_seconds`.
-
-    Args:
-        path: The path of the directory, which need not exist yet.
-        settle_seconds: Seconds for which a file must not have changed.
     """
 
-    def __init__(self, path: str, settle_seconds: float) -> None:
-        self.path = path
+    path: str  # of the directory, which need not exist yet
+    settle_seconds: float
+
+    def __post_init__(self) -> None:
         self.is_waiting = False
         """Whether the last call of `newest` found a file that may be incomplete."""
-        self._settle_seconds = settle_seconds
         self._last = (float("-inf"), -1)
         self._first_seen: dict[Watched, float] = {}
         self._passed_over: set[Watched] = set()
@@ -59,7 +57,7 @@ class Folder:
         return max(complete, key=_order, default=None)
 
     def _is_complete(self, item: Watched, now: float) -> bool:
-        return not item.is_file or now - self._first_seen[item] >= self._settle_seconds
+        return not item.is_file or now - self._first_seen[item] >= self.settle_seconds
 
     def done_with(self, item: Watched) -> None:
         """Excludes this checkpoint and all older checkpoints."""

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from kdist import keras_hooks
+from kdist.arrays.rows import to_host
 from kdist.backends import get_backend
-from kdist.backends.coordination import Engine, on_worker
+from kdist.backends.coordination import Engine
 from kdist.coordinator import shipping
+from kdist.coordinator.closures import Recent
 from kdist.coordinator.optimizers import NUMBER
-from kdist.coordinator.recent import Recent
-from kdist.coordinator.rpc import Handler, Message, Peer, PeerLost
-from kdist.coordinator.served import Home, Record, Served, as_numpy
+from kdist.coordinator.rpc import Message, Peer, PeerLost
+from kdist.coordinator.served import Home, Record, Served
 from kdist.errors import StrategyScopeError
 from kdist.strategies.strategy import Strategy
 from kdist.topology import Topology
@@ -69,8 +71,16 @@ class WorkerStrategy(Strategy):
             with keras_hooks.taking_gradients(lambda *one: taken.append(_described(engine, *one))):
                 return fn(*args, **kwargs), taken
 
-        with self._task.update() as update:
-            result, update.gradients = super().run(taking, args, kwargs, options)
+        served = self._task.served
+        self._task.commit(())
+        served.generation += 1
+        served.pull(list(served.touched.values()))
+        served.in_replica = True
+        try:
+            result, gradients = super().run(taking, args, kwargs, options)
+        finally:
+            served.in_replica = False
+        self._task.commit(gradients)
         return result
 
 
@@ -110,107 +120,100 @@ def _described(
     }
 
 
-class Update:
-    """The gradients that one `run` sends to the servers."""
+@dataclasses.dataclass(eq=False)
+class SessionTask(ABC):
+    """A worker in one session."""
 
-    def __init__(self) -> None:
-        self.gradients: Sequence[Mapping[str, Any]] = ()
+    METHODS: ClassVar[tuple[str, ...]] = ()
+    """The methods that the coordinator can call."""
+    engine: Engine
+    index: int
+    address: str
+    session: str
+    servers: Sequence[Peer]
 
-
-class Task:
-    """A worker in one session.
-
-    Args:
-        engine: The functions of the backend.
-        index: The index of the worker.
-        session: The name of the session.
-        servers: The connections to the servers.
-    """
-
-    def __init__(self, engine: Engine, index: int, session: str, servers: Sequence[Peer]) -> None:
-        self.index = index
-        self.served = Served(engine, servers, session, tells=False)
+    def __post_init__(self) -> None:
+        self.strategy: Any = None
+        self.served = Served(self.engine, self.servers, self.session, tells=False)
         self.own_values: dict[int, object] = {}
-        self.strategy = WorkerStrategy(self)
-        # Functions, each with the variables of its last call.
-        self._functions = Recent()
         self._variables: dict[int, keras.Variable] = {}
-        self._closure = (0, 0)
-        self._commits = itertools.count()
-        self._running = threading.Lock()
-        self._session = session
 
     def close(self) -> None:
         """Closes the connections to the servers."""
-        for server in self.served.servers:
+        for server in self.servers:
             server.close()
 
     def variable(self, number: int, spec: tuple[type, dict[str, Any], Home]) -> keras.Variable:
         """Returns the worker's variable with this number. Creates it on first use."""
         cls, state, home = spec
         if number not in self._variables:
-            variable = keras_hooks.new_variable(cls, state)
-            self.served.add(Record(self.served, variable, home))
-            self._variables[number] = variable
+            self._variables[number] = self._create(cls, state, home)
         variable = self._variables[number]
         if variable.trainable != state["_trainable"]:  # frozen since the last function that used it
             variable.trainable = state["_trainable"]
-            keras_hooks.record_of(variable).table = None  # depends on `trainable`
+            if (record := keras_hooks.record_of(variable)) is not None:
+                record.table = None  # depends on `trainable`
         return variable
 
-    def handlers(self) -> dict[str, Handler]:
-        """Returns the methods that the coordinator can call, by name."""
-        return {name: getattr(self, name) for name in ("ship", "own", "run")}
+    @abstractmethod
+    def _create(self, cls: type, state: dict[str, Any], home: Home) -> keras.Variable:
+        """Creates a variable whose value is on the servers."""
+
+
+class Task(SessionTask):
+    """A worker that runs closures."""
+
+    METHODS = ("ship", "own", "run")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.strategy = WorkerStrategy(self)
+        # Functions, each with the variables of its last call.
+        self._functions = Recent()
+        self._closure = (0, 0)
+        self._commits = itertools.count()
+        self._running = threading.Lock()
+
+    def _create(self, cls: type, state: dict[str, Any], home: Home) -> keras.Variable:
+        variable = keras_hooks.new_variable(cls, state)
+        self.served.add(Record(self.served, variable, home))
+        return variable
 
     def ship(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
         """Receives a function. Later closures refer to it by name."""
-        self._functions.put(header["function"], [shipping.loads(arrays[0].tobytes(), self), {}])
+        self._functions.put(header["function"], [shipping.loads(arrays[0], self), {}])
         return {}, ()
 
+    @shipping.answers_errors
     def own(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
         """Creates a per-worker value: the result of a function, or the iterator of an earlier value."""
-        with self._running:
-            try:
-                with on_worker(self.index), self.strategy.scope():
-                    self.own_values[header["number"]] = shipping.loads(arrays[0].tobytes(), self)()
-            except BaseException as error:
-                return {"raised": True}, [_bytes(shipping.dump_error(error))]
+        with self._running, self.strategy.scope():
+            self.own_values[header["number"]] = shipping.loads(arrays[0], self)()
         return {}, ()
 
+    @shipping.answers_errors
     def run(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
         """Runs a closure, and answers with its result, its error, or the reason to repeat it."""
         with self._running:
             self._closure, self._commits = (header["closure"], header["oldest"]), itertools.count()
             known = self._functions.get(header["function"])
             try:
-                with on_worker(self.index), self.strategy.scope():
-                    self._begin(known[1])
-                    args, kwargs = shipping.loads(arrays[0].tobytes(), self)
+                with self.strategy.scope():
+                    self.served.generation += 1
+                    # The variables of the function's last call are requested together, with one call per server.
+                    self.served.touched = dict(known[1])
+                    for record in self.served.records.values():
+                        if record.is_changed():  # by a closure that failed
+                            record.forget()
+                    args, kwargs = shipping.loads(arrays[0], self)
                     result = known[0](*args, **kwargs)
                     self.commit(())
                     known[1] = self.served.touched
-                answer = shipping.dumps(shipping.to_host(result), self.strategy)
+                return {}, [shipping.dumps(shipping.to_host(result), self.strategy)]
             except NotBuilt as missing:
                 return {"build": [missing.optimizer, missing.variables]}, ()
             except PeerLost as lost:
                 return {"lost": str(lost)}, ()
-            except BaseException as error:
-                return {"raised": True}, [_bytes(shipping.dump_error(error))]
-            return {}, [_bytes(answer)]
-
-    @contextlib.contextmanager
-    def update(self) -> Iterator[Update]:
-        """Returns a context manager that reads the newest values, and commits all changes at its end."""
-        self.commit(())
-        self.served.next_generation()
-        self.served.pull(list(self.served.touched.values()))
-        update = Update()
-        self.served.in_replica = True
-        try:
-            yield update
-        finally:
-            self.served.in_replica = False
-        self.commit(update.gradients)
 
     def commit(self, gradients: Sequence[Mapping[str, Any]]) -> None:
         """Sends gradients and other changes of variables to the servers."""
@@ -221,43 +224,31 @@ class Task:
         if not changed and not gradients:
             return
         closure = [self._closure[0], next(self._commits)]
-        servers = self.served.servers
         headers: list[dict[str, Any]] = [
-            {"session": self._session, "closure": closure, "oldest": self._closure[1], "gradients": []}
-            for _ in servers
+            {"session": self.session, "closure": closure, "oldest": self._closure[1], "gradients": []}
+            for _ in self.servers
         ]
-        sent: list[list[np.ndarray]] = [[] for _ in servers]
+        sent: list[list[np.ndarray]] = [[] for _ in self.servers]
         for one in gradients:
             for header in headers:
                 header["gradients"].append({"optimizer": one["optimizer"], "keys": []})
             for number, gradient, rows in zip(one["numbers"], one["gradients"], one["rows"], strict=True):
-                record, which = self.served.records[number], None if rows is None else as_numpy(rows)
-                for server, key, arrays in self.served.gradient_parts(record, as_numpy(gradient), which):
+                record, which = self.served.records[number], None if rows is None else to_host(rows)
+                for server, key, arrays in self.served.gradient_parts(record, to_host(gradient), which):
                     headers[server]["gradients"][-1]["keys"].append(key)
                     sent[server] += arrays
         for name, found in (("differences", differences), ("values", values)):
-            for server, (keys, parts) in enumerate(self.served.by_server(found)):
+            told = [(record.home, value) for record, value in found]
+            for server, (keys, parts) in enumerate(self.served.by_server(told)):
                 headers[server][name] = keys
                 sent[server] += parts
         calls = [
             peer.begin("commit", header, arrays)
-            for peer, header, arrays in zip(servers, headers, sent, strict=True)
+            for peer, header, arrays in zip(self.servers, headers, sent, strict=True)
             if arrays or header["gradients"]
         ]
         for wait in calls:
             wait()
         for record, _ in changed:  # the servers' values can contain changes by other workers
             record.forget()
-        self.served.next_generation()
-
-    def _begin(self, touched: Mapping[int, Record]) -> None:
-        self.served.next_generation()
-        # The variables of the function's last call are requested together, with one call per server.
-        self.served.touched = dict(touched)
-        for record in self.served.records.values():
-            if record.is_changed():  # by a closure that failed
-                record.forget()
-
-
-def _bytes(data: bytes) -> np.ndarray:
-    return np.frombuffer(data, np.uint8)
+        self.served.generation += 1

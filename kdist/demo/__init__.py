@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kdist.launch.module import run_module
+from kdist.launch.local_workers import run_module
 
 # float32 has 7 digits, and a hundred training steps enlarge differences in the last digit.
 _TOLERANCE = 1e-3

@@ -18,11 +18,10 @@ from kdist.doctor.report import FAIL, WARN, Line, Report
 from kdist.errors import LaunchError
 from kdist.launch import report as exits
 from kdist.launch import shipping
-from kdist.launch.call import Ending
 from kdist.launch.local_workers import run_plan
 from kdist.launch.output import Sink
-from kdist.launch.plan import GPUS, plan_job
-from kdist.launch.roles import NO_GPU
+from kdist.launch.plan import GPUS, NO_GPU, plan_job
+from kdist.launch.shipping import Ending
 from kdist.parity import Training
 from kdist.whole_files import whole_file
 
@@ -85,7 +84,7 @@ def _quietly(
     timeout: float,
     hidden: Mapping[str, str],
 ) -> Ending:
-    plan = plan_job(num_workers, backend=backend, extra=hidden)
+    plan = plan_job(num_workers, backend=backend, extra=hidden, creates_secret=False)
     payload = shipping.pack_call(fn, args, {}, sys.path)
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         quiet = Sink(nowhere)  # the returned `Ending` contains the last output of the workers

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from kdist.cluster import environment, logs
 from kdist.errors import InvalidArgumentError, LaunchError, WorkerTimeoutError
 from kdist.launch import local_workers, ray_workers, report, shipping
-from kdist.launch.call import Call, Ended, Ending
+from kdist.launch.shipping import Call, Ended, Ending
 
 T = TypeVar("T")
 
@@ -109,6 +109,8 @@ def launch(
             received={"num_ps": num_ps, "on": on},
             hint="Start them on this machine: kdist.launch(train, num_workers=2, num_ps=1)",
         )
+    # Hides the job plan by default, because notebooks show stderr in red.
+    quiet = {logs.VARIABLE: environment.get(logs.VARIABLE) or "warning"}
     ending = _PLACES[on](
         Call(
             fn=fn,
@@ -116,7 +118,7 @@ def launch(
             kwargs=kwargs or {},
             num_workers=num_workers,
             backend=backend,
-            env={**_quiet(), **{name: str(value) for name, value in (env or {}).items()}},
+            env={**quiet, **{name: str(value) for name, value in (env or {}).items()}},
             timeout=timeout,
             resources=resources,
             num_ps=num_ps,
@@ -127,11 +129,6 @@ def launch(
     if ending.failed is not None:
         _raise_failure(ending.failed)
     return [_value(worker) for worker in ending.workers]
-
-
-def _quiet() -> dict[str, str]:
-    """Hides the job plan by default, because notebooks show stderr in red."""
-    return {logs.VARIABLE: environment.get(logs.VARIABLE) or "warning"}
 
 
 def _timeout_error(unfinished: Sequence[Ended], timeout: float) -> WorkerTimeoutError:

@@ -6,11 +6,14 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 
 _PR_SET_CHILD_SUBREAPER = 36
 JOB_VARIABLE = "KDIST_JOB_ID"
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def become_subreaper() -> None:
@@ -93,3 +96,28 @@ def signal_name(signum: int) -> str:
         return signal.Signals(signum).name
     except ValueError:
         return f"signal {signum}"
+
+
+@contextlib.contextmanager
+def caught_signals(handle: Callable[[socket.socket], None]) -> Iterator[socket.socket | None]:
+    """Returns a context manager in which a socket receives the numbers of arriving signals in `ENDING`.
+
+    At the end, it calls `handle` for signals that arrived late. Outside the main thread, the socket is `None`,
+    because Python allows signal handlers only there.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield None
+        return
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        before = {signum: signal.signal(signum, lambda *_: None) for signum in ENDING}
+        wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        try:
+            yield ours
+        finally:
+            signal.set_wakeup_fd(wakeup)
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+            handle(ours)

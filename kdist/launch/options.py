@@ -1,17 +1,22 @@
-"""Help texts and checks of options that are common to several commands."""
+"""The options of `kdist run`, and help texts and checks of options that are common to several commands."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from kdist.cluster import liveness, logs, split_address, visible_gpus
 from kdist.errors import InvalidArgumentError
+from kdist.launch.plan import EVALUATOR_TIMEOUT, TASK_RESTARTS
 
 BACKEND_HELP = (
     "Keras backend: tensorflow, jax or torch (default: KERAS_BACKEND, then Keras's configuration file)"
 )
 ENV_HELP = "set an environment variable in all workers; repeatable"
+# Torchrun's spellings of options, which the help does not list.
+_HIDDEN: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -77,3 +82,199 @@ def target(options: argparse.Namespace, example: str) -> list[str]:
             hint=f"Pass a script after the options of kdist, for example: {example}",
         )
     return rest
+
+
+def is_auto(num_workers: str | int | None) -> bool:
+    """Returns whether the number of workers depends on the available devices."""
+    return num_workers is None or str(num_workers).strip().lower() == "auto"
+
+
+def resolve_num_workers(text: str | int | None, environ: Mapping[str, str] | None = None) -> int:
+    """Returns the number of workers for `--num-workers`. "auto" means one per GPU, or one if there is no GPU.
+
+    Without GPUs, several workers share the cores of a machine, and are rarely faster than one worker.
+
+    Raises:
+        InvalidArgumentError: If the value is neither "auto" nor an integer from 1 to 10,000.
+
+    Example:
+
+    >>> from kdist.launch.options import resolve_num_workers
+    >>> resolve_num_workers("auto", {"CUDA_VISIBLE_DEVICES": "0,1,2"})
+    3
+    """
+    if text is None or is_auto(text):
+        return len(visible_gpus(environ)) or 1
+    number = str(text).strip()
+    if (
+        isinstance(text, bool)
+        or not (number.isascii() and number.isdigit())
+        or not 1 <= int(number[:9]) <= 10_000
+    ):
+        raise InvalidArgumentError(
+            'The number of workers is neither a positive integer nor "auto".',
+            received={"num_workers": text},
+            hint='Pass a number from 1 to 10000, or "auto".',
+        )
+    return int(number)
+
+
+def parse_hosts(text: str | None) -> list[str]:
+    """Parses the option `--hosts` into a list of addresses.
+
+    Raises:
+        ClusterConfigError: If an entry is not `host:port`.
+        InvalidArgumentError: If an entry is repeated.
+
+    Example:
+
+    >>> from kdist.launch.options import parse_hosts
+    >>> parse_hosts("host0:5000, host1:5000")
+    ['host0:5000', 'host1:5000']
+    """
+    if not text:
+        return []
+    entries = [part.strip() for part in text.split(",")]
+    for position, entry in enumerate(entries):
+        split_address(entry, f"--hosts[{position}]")
+    if len(set(entries)) != len(entries):
+        raise InvalidArgumentError(
+            "--hosts contains the same address twice.",
+            received={"hosts": entries},
+            hint="List each machine once, for example: --hosts host0:5000,host1:5000",
+        )
+    return entries
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `kdist run` to its parser."""
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script")
+    parser.add_argument("--backend", help=BACKEND_HELP)
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help=ENV_HELP)
+    _add_cluster(parser)
+    _add_failures(parser)
+    _add_servers(parser)
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--log-dir", metavar="DIR", help="also write the output of each worker to DIR/worker-I.log"
+    )
+    output.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        metavar="LEVEL",
+        help="messages of kdist to show: debug, info, warning or error "
+        "(default: KDIST_LOG, otherwise the job plan, missing workers, warnings and errors)",
+    )
+    testing = parser.add_argument_group("testing")
+    testing.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the plan and the variables of each worker, without starting anything",
+    )
+    testing.add_argument("--dry_run", action="store_true", **_HIDDEN)
+    testing.add_argument(
+        "--inject",
+        action="append",
+        default=[],
+        metavar="FAULT",
+        help="make a worker fail on purpose, for example kill:worker=1,step=30; repeatable. Faults: kill, hang, "
+        "freeze, slow, exit, sigterm, exception. Options: worker=, step=, epoch=, phase=, seconds=",
+    )
+
+
+def _add_cluster(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("cluster")
+    group.add_argument(
+        *("-n", "--num-workers", "--nproc-per-node"),
+        dest="num_workers",
+        default="auto",
+        metavar="COUNT",
+        help="workers on this machine, which share its GPUs evenly; auto starts one worker per GPU, or one worker if "
+        "there is no GPU (default: auto)",
+    )
+    group.add_argument("--num_workers", "--nproc_per_node", dest="num_workers", **_HIDDEN)
+    group.add_argument(
+        "--hosts",
+        metavar="HOST:PORT,...",
+        help="addresses of all machines, in the same order on each machine",
+    )
+    group.add_argument(
+        "--host-index", type=int, metavar="INDEX", help="position of this machine in --hosts, starting at 0"
+    )
+    group.add_argument(
+        "--join-timeout", metavar="SECONDS", help="time for all workers to join at startup (default: 300)"
+    )
+
+
+def _add_failures(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("failures")
+    group.add_argument(
+        "--max-restarts",
+        metavar="COUNT",
+        help="restart the job up to COUNT times after a failure; with --num-ps, restart each failed worker instead "
+        f"(default: 0, with --num-ps {TASK_RESTARTS})",
+    )
+    group.add_argument(
+        "--min-workers",
+        metavar="COUNT",
+        help="if workers are lost, restart the job with the remaining workers, but with at least COUNT "
+        "(default: never use fewer workers)",
+    )
+    group.add_argument(
+        "--heartbeat-timeout",
+        metavar="SECONDS",
+        help="report a dead or stopped worker within SECONDS; on PyTorch, a stopped worker on another machine within "
+        "4 times SECONDS (default: 15)",
+    )
+    group.add_argument(
+        "--hang-timeout",
+        metavar="SECONDS",
+        help="terminate a worker that makes no progress for SECONDS while others wait for it (default: 600)",
+    )
+    group.add_argument(
+        "--grace-period",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="time for workers to exit after Ctrl-C or SIGTERM before they are killed (default: 5)",
+    )
+
+
+def _add_servers(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("parameter servers and evaluator")
+    group.add_argument(
+        "--num-ps",
+        default="0",
+        metavar="COUNT",
+        help="parameter servers to start, with a coordinator (default: 0)",
+    )
+    group.add_argument("--num_ps", **_HIDDEN)
+    group.add_argument(
+        "--evaluator", action="store_true", help="also start an evaluator beside the training workers"
+    )
+    group.add_argument(
+        "--evaluator-timeout",
+        metavar="SECONDS",
+        help=f"time for the evaluator to finish after training has ended (default: {EVALUATOR_TIMEOUT:g})",
+    )
+
+
+def variables_of(options: argparse.Namespace) -> dict[str, str]:
+    """Returns the environment variables that the options set in all tasks. Other options override `--env`.
+
+    Raises:
+        InvalidArgumentError: If an option is invalid.
+    """
+    variables = environment_variables(options.env)
+    if options.backend:
+        variables["KERAS_BACKEND"] = options.backend.lower()
+    if options.log_level:
+        variables[logs.VARIABLE] = options.log_level
+    for option, variable, text in (
+        ("--heartbeat-timeout", liveness.HEARTBEAT_VARIABLE, options.heartbeat_timeout),
+        ("--hang-timeout", liveness.HANG_VARIABLE, options.hang_timeout),
+        ("--join-timeout", liveness.JOIN_VARIABLE, options.join_timeout),
+    ):
+        if text is not None:
+            variables[variable] = f"{liveness.parse_seconds(text, option):g}"
+    return variables

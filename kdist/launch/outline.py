@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from kdist.cluster import visible_gpus
 from kdist.cluster.environment import TOKEN_VARIABLE
 from kdist.cluster.roles import listed, number_of
-from kdist.launch.plan import THREADS, JobPlan, WorkerPlan, idle_gpus, is_auto
+from kdist.launch.options import is_auto
+from kdist.launch.plan import THREADS, JobPlan, WorkerPlan, idle_gpus
 
 _ORDER = ("chief", "worker", "ps", "evaluator")
 

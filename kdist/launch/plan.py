@@ -1,4 +1,4 @@
-"""Plans the workers of a job: their indices, addresses, devices and environments. It starts no process."""
+"""Plans the tasks of a job: their indices, addresses, devices and environments. It starts no process."""
 
 from __future__ import annotations
 
@@ -6,17 +6,30 @@ import contextlib
 import dataclasses
 import json
 import os
+import secrets
 import socket
 import uuid
 from collections.abc import Mapping, Sequence
 
-from kdist.cluster import check_port_free, hold_free_ports, join_address, split_address, visible_gpus
+from kdist.cluster import (
+    check_port_free,
+    environment,
+    hold_free_ports,
+    join_address,
+    split_address,
+    visible_gpus,
+)
+from kdist.cluster.injection import Fault
 from kdist.cluster.roles import task_name
 from kdist.errors import InvalidArgumentError
 from kdist.launch.linux import JOB_VARIABLE
 
 THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")  # set unless the user has set them
 GPUS = "CUDA_VISIBLE_DEVICES"
+# Hides all GPUs, because frameworks allocate the memory of visible GPUs, which other workers need.
+NO_GPU = "-1"
+TASK_RESTARTS = 3
+EVALUATOR_TIMEOUT = 600.0
 # torchrun's agent sets these variables for its own workers. For workers of kdist's launcher, they are wrong.
 _STALE = (
     "TORCHELASTIC_USE_AGENT_STORE",
@@ -25,8 +38,29 @@ _STALE = (
     "ROLE_RANK",
     "ROLE_WORLD_SIZE",
 )
+# Variables of torchrun, which do not fit tasks with different roles.
+_TORCHRUN = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 # TensorFlow's native code logs about ten lines per worker at each start. JAX has the same default.
 _QUIET = {"TF_CPP_MIN_LOG_LEVEL": "1"}  # warnings and errors
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The reaction to failures, and the faults to inject."""
+
+    max_restarts: int = 0  # of the job
+    task_restarts: int = TASK_RESTARTS  # of each supporting task: see `supervisor.py`
+    evaluator_timeout: float = EVALUATOR_TIMEOUT  # seconds to finish after training has ended
+    min_workers: int | None = None  # for a restart after a loss; `None` if the job needs all
+    faults: Sequence[Fault] = ()  # of `--inject`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,21 +75,13 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class WorkerPlan:
-    """One task of this machine, by default a worker.
+    """One task of this machine, by default a worker."""
 
-    Args:
-        index: The index of the task among all tasks of its role.
-        address: The address at which it listens; empty if no task connects to it.
-        environ: The environment of the task.
-        role: "worker", "chief", "ps" or "evaluator".
-        helps: Whether the task only supports others. The job ends when all other tasks have ended.
-    """
-
-    index: int
-    address: str
+    index: int  # among all tasks of its role
+    address: str  # at which it listens; empty if no task connects to it
     environ: dict[str, str]
-    role: str = "worker"
-    helps: bool = False
+    role: str = "worker"  # or "chief", "ps", "evaluator"
+    helps: bool = False  # it only supports others: the job ends when all other tasks have ended
 
     @property
     def name(self) -> str:
@@ -95,128 +121,99 @@ def count_cores() -> int:
     return len(usable_cores())
 
 
-def is_auto(num_workers: str | int | None) -> bool:
-    """Returns whether the number of workers depends on the available devices."""
-    return num_workers is None or str(num_workers).strip().lower() == "auto"
-
-
-def resolve_num_workers(text: str | int | None, environ: Mapping[str, str] | None = None) -> int:
-    """Returns the number of workers for `--num-workers`. "auto" means one per GPU, or one if there is no GPU.
-
-    Without GPUs, several workers share the cores of a machine, and are rarely faster than one worker.
-
-    Raises:
-        InvalidArgumentError: If the value is neither "auto" nor an integer from 1 to 10,000.
-
-    Example:
-
-    >>> from kdist.launch.plan import resolve_num_workers
-    >>> resolve_num_workers("auto", {"CUDA_VISIBLE_DEVICES": "0,1,2"})
-    3
-    """
-    if text is None or is_auto(text):
-        return len(visible_gpus(environ)) or 1
-    number = str(text).strip()
-    if (
-        isinstance(text, bool)
-        or not (number.isascii() and number.isdigit())
-        or not 1 <= int(number[:9]) <= 10_000
-    ):
-        raise InvalidArgumentError(
-            'The number of workers is neither a positive integer nor "auto".',
-            received={"num_workers": text},
-            hint='Pass a number from 1 to 10000, or "auto".',
-        )
-    return int(number)
-
-
-def parse_hosts(text: str | None) -> list[str]:
-    """Parses the option `--hosts` into a list of addresses.
-
-    Raises:
-        ClusterConfigError: If an entry is not `host:port`.
-        InvalidArgumentError: If an entry is repeated.
-
-    Example:
-
-    >>> from kdist.launch.plan import parse_hosts
-    >>> parse_hosts("host0:5000, host1:5000")
-    ['host0:5000', 'host1:5000']
-    """
-    if not text:
-        return []
-    entries = [part.strip() for part in text.split(",")]
-    for position, entry in enumerate(entries):
-        split_address(entry, f"--hosts[{position}]")
-    if len(set(entries)) != len(entries):
-        raise InvalidArgumentError(
-            "--hosts contains the same address twice.",
-            received={"hosts": entries},
-            hint="List each machine once, for example: --hosts host0:5000,host1:5000",
-        )
-    return entries
-
-
 def plan_job(
     local_workers: int,
+    num_ps: int = 0,
+    evaluator: bool = False,
     *,
     hosts: Sequence[str] = (),
     host_index: int = 0,
     backend: str | None = None,
     environ: Mapping[str, str] | None = None,
     extra: Mapping[str, str] | None = None,
+    creates_secret: bool = True,
 ) -> JobPlan:
-    """Plans the workers of this machine, and reserves their ports until `release_ports`.
+    """Plans the tasks of this machine, and reserves their ports until `release_ports`.
+
+    Without parameter servers, the tasks are workers. With parameter servers, they are the coordinator, the
+    workers and the servers, in this order. The evaluator is last, on the first machine. It is not in the
+    cluster of `TF_CONFIG`, because no task connects to it.
 
     Args:
         local_workers: The number of workers per machine.
+        num_ps: The number of parameter servers, which require a job on one machine.
+        evaluator: Whether the job has an evaluator.
         hosts: One `host:port` per machine, in the same order on each machine. Worker `j` of a machine listens
             at its port plus `j`. If empty, the job uses one machine and only its loopback interface.
         host_index: The index of this machine in `hosts`.
         backend: The value of `KERAS_BACKEND`; `None` to keep the inherited value.
-        environ: The environment that the workers inherit; by default the environment of this process.
-        extra: Additional variables for all workers, which override all others.
+        environ: The environment that the tasks inherit; by default the environment of this process.
+        extra: Additional variables for all tasks, which override all others.
+        creates_secret: Whether to create a secret for the job, if it has none and uses one machine.
 
     Raises:
         InvalidArgumentError: If `host_index` is out of range, or the ports of two hosts overlap.
         ClusterConfigError: If a port of this machine is taken.
+
+    Example:
+
+    >>> from kdist.launch.plan import plan_job
+    >>> plan = plan_job(2, num_ps=1, evaluator=True)
+    >>> plan.release_ports()
+    >>> [task.name for task in plan.workers]
+    ['chief', 'worker 0', 'worker 1', 'ps 0', 'evaluator']
     """
-    environ = dict(os.environ if environ is None else environ)
+    inherited = dict(os.environ if environ is None else environ)
+    extra = dict(extra or {})
+    if creates_secret and len(hosts) < 2:  # launchers on several machines cannot agree on a new secret
+        token = environment.cluster_token(inherited | extra)
+        extra[environment.TOKEN_VARIABLE] = token or secrets.token_hex(16)
     held: list[socket.socket] = []
     if hosts:
         addresses = _addresses_of_hosts(hosts, host_index, local_workers)
     else:
-        held = hold_free_ports(local_workers)
+        held = hold_free_ports(1 + local_workers + num_ps if num_ps else local_workers)
         addresses = [join_address("127.0.0.1", kept.getsockname()[1]) for kept in held]
-    job_id = uuid.uuid4().hex
-    workers = []
-    for local_index in range(local_workers):
-        place = Place(host_index * local_workers + local_index, local_index, local_workers, host_index)
-        shares = thread_share(environ, local_workers) | _gpu_share(environ, local_index, local_workers)
-        workers.append(plan_worker(job_id, addresses, place, backend, environ, {**shares, **(extra or {})}))
-    return JobPlan(job_id, len(addresses), workers, held)
+    plan = JobPlan(uuid.uuid4().hex, len(addresses), [], held)
+    threads = str(max(1, count_cores() // local_workers))
+    shared = {name: threads for name in THREADS if name not in inherited}  # an equal share of the cores
+
+    def add(role: str, index: int, address: str, variables: Mapping[str, str], helps: bool = False) -> None:
+        told = environ_of(plan.job_id, {**variables, **shared}, backend, inherited, extra)
+        plan.workers.append(WorkerPlan(index, address, told, role, helps))
+
+    if num_ps:
+        inherited = {name: value for name, value in inherited.items() if name not in _TORCHRUN}
+        servers = 1 + local_workers  # the index of the first server
+        cluster = {"chief": addresses[:1], "worker": addresses[1:servers], "ps": addresses[servers:]}
+        for role, listed in cluster.items():
+            for index, address in enumerate(listed):
+                config = {"cluster": cluster, "task": {"type": role, "index": index}}
+                gpu = _gpu_of_role(inherited, role, index, local_workers)
+                add(role, index, address, {"TF_CONFIG": json.dumps(config), **gpu}, role != "chief")
+    else:
+        for local_index in range(local_workers):
+            place = Place(host_index * local_workers + local_index, local_index, local_workers, host_index)
+            variables = worker_variables(addresses, place) | _gpus_of_worker(inherited, place)
+            add("worker", place.index, addresses[place.index], variables)
+    if evaluator and host_index == 0:
+        plan.workers.append(_evaluator_of(plan, local_workers, num_ps, inherited, extra))
+        plan.num_workers += 1
+    return plan
 
 
-def plan_worker(
-    job_id: str,
-    addresses: Sequence[str],
-    place: Place,
-    backend: str | None,
-    environ: Mapping[str, str],
-    extra: Mapping[str, str],
+def _evaluator_of(
+    plan: JobPlan, num_workers: int, num_ps: int, environ: Mapping[str, str], extra: Mapping[str, str]
 ) -> WorkerPlan:
-    """Plans one worker.
-
-    Args:
-        job_id: The ID of the job, by which the launcher finds the worker's descendants.
-        addresses: The addresses of all workers.
-        place: The position of the worker.
-        backend: The value of `KERAS_BACKEND`; `None` to keep the inherited value.
-        environ: The environment that the worker inherits.
-        extra: Additional variables, which override all others.
-    """
-    told = environ_of(job_id, _variables(addresses, place), backend, environ, extra)
-    return WorkerPlan(place.index, addresses[place.index], told)
+    first = plan.workers[0].environ
+    config = json.loads(first["TF_CONFIG"]) | {"task": {"type": "evaluator", "index": 0}}
+    told = {name: value for name, value in first.items() if name not in _TORCHRUN}
+    told["TF_CONFIG"] = json.dumps(config)
+    if num_ps:
+        told |= _gpu_of_role(environ, "evaluator", 1, num_workers)  # the GPU after the chief's
+    elif visible_gpus(environ):
+        told |= {GPUS: _first(idle_gpus(plan, environ))}
+    return WorkerPlan(0, "", {**told, **extra}, "evaluator", helps=True)
 
 
 def environ_of(
@@ -259,8 +256,8 @@ def _addresses_of_hosts(hosts: Sequence[str], host_index: int, local_workers: in
     return addresses
 
 
-def _variables(addresses: Sequence[str], place: Place) -> dict[str, str]:
-    """Returns `TF_CONFIG` and the equivalent variables of torchrun."""
+def worker_variables(addresses: Sequence[str], place: Place) -> dict[str, str]:
+    """Returns a worker's `TF_CONFIG` and the equivalent variables of torchrun."""
     host, port = split_address(addresses[0])
     config = {"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": place.index}}
     return {
@@ -275,20 +272,28 @@ def _variables(addresses: Sequence[str], place: Place) -> dict[str, str]:
     }
 
 
-def thread_share(environ: Mapping[str, str], local_workers: int) -> dict[str, str]:
-    """Returns the variables that limit a worker to its share of the cores, unless the user has set them."""
-    threads = str(max(1, count_cores() // local_workers))
-    return {name: threads for name in THREADS if name not in environ}
-
-
-def _gpu_share(environ: Mapping[str, str], local_index: int, local_workers: int) -> dict[str, str]:
+def _gpus_of_worker(environ: Mapping[str, str], place: Place) -> dict[str, str]:
     """Returns the variable for a worker's GPUs: an equal share, or one shared GPU if there are too few."""
     gpus = visible_gpus(environ)
-    if local_workers == 1 or not gpus:
+    if place.local_workers == 1 or not gpus:
         return {}
-    each = max(1, len(gpus) // local_workers)
-    first = local_index * each % len(gpus)
+    each = max(1, len(gpus) // place.local_workers)
+    first = place.local_index * each % len(gpus)
     return {GPUS: ",".join(gpus[first : first + each])}
+
+
+def _gpu_of_role(environ: Mapping[str, str], role: str, index: int, num_workers: int) -> dict[str, str]:
+    """Returns the variable for a task's GPU: one per worker, then one for the chief and the evaluator."""
+    gpus = visible_gpus(environ)
+    if not gpus or (role == "worker" and len(gpus) < num_workers):
+        return {}
+    if role == "worker":
+        return {GPUS: gpus[index]}
+    return {GPUS: NO_GPU if role == "ps" else _first(gpus[num_workers + index :])}
+
+
+def _first(gpus: Sequence[str]) -> str:
+    return gpus[0] if gpus else NO_GPU
 
 
 def idle_gpus(plan: JobPlan, environ: Mapping[str, str] | None = None) -> list[str]:

@@ -20,10 +20,10 @@ from typing import Any
 
 from kdist.cluster import hold_free_ports
 from kdist.launch import linux
-from kdist.launch.call import Ended, Ending
 from kdist.launch.local_workers import run_plan
 from kdist.launch.output import Sink
-from kdist.launch.plan import JobPlan, Place, plan_worker
+from kdist.launch.plan import JobPlan, Place, WorkerPlan, environ_of, worker_variables
+from kdist.launch.shipping import Ended, Ending
 
 _WAIT = 1.0  # seconds that `news` waits for output
 _GATHER = 0.02  # seconds in which it collects more output
@@ -68,8 +68,9 @@ class WorkerActor:
         try:
             # The worker gets this import path, so that it also finds kdist and the modules that Ray provides.
             environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-            plan = plan_worker(self._job_id, addresses, place, backend, environ, env)
-            job = JobPlan(self._job_id, len(addresses), [plan], self._held)
+            told = environ_of(self._job_id, worker_variables(addresses, place), backend, environ, env)
+            worker = WorkerPlan(place.index, addresses[place.index], told)
+            job = JobPlan(self._job_id, len(addresses), [worker], self._held)
             out, err = (Sink(_Passed(name, self._news.put)) for name in ("out", "err"))
             ending = run_plan(job, payload, out, err, timeout=timeout, prefixed=False)
         except BaseException:  # otherwise all would wait for its end

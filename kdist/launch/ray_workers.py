@@ -16,11 +16,12 @@ from kdist.cluster import environment, join_address, liveness
 from kdist.cluster.keras_backends import check_backend_name
 from kdist.errors import InvalidArgumentError, LaunchError, WorkerTimeoutError
 from kdist.launch import shipping
-from kdist.launch.call import Call, Ended, Ending
 from kdist.launch.linux import JOB_VARIABLE
+from kdist.launch.options import is_auto, resolve_num_workers
 from kdist.launch.output import LineStream, sinks
-from kdist.launch.plan import THREADS, Place, is_auto, resolve_num_workers
+from kdist.launch.plan import THREADS, Place
 from kdist.launch.ray_actor import WorkerActor
+from kdist.launch.shipping import Call, Ended, Ending
 
 # Exits within these seconds count as one failure, because reports need time to arrive.
 _WINDOW = 0.5
@@ -39,8 +40,7 @@ def run(call: Call) -> Ending:
     wanted = None if is_auto(call.num_workers) else resolve_num_workers(call.num_workers)
     with _connected(ray):
         needs = _needs(ray, call.resources)
-        count = _room(ray, needs) if wanted is None else wanted
-        _check_room(ray, count, needs)
+        count = _count_workers(ray, wanted, needs)
         with _reserved(ray, count, needs, deadline) as group, _started(ray, group, count, needs) as workers:
             _run_all(workers, call, payload, needs, deadline)
             return _Job(ray, workers, deadline).run()
@@ -90,23 +90,21 @@ def _needs(ray: Any, resources: Mapping[str, float] | None) -> dict[str, float]:
     return needs
 
 
-def _room(ray: Any, needs: Mapping[str, float]) -> int:
-    """Returns the number of workers that fit on the cluster if it is otherwise idle."""
-    return sum(
+def _count_workers(ray: Any, wanted: int | None, needs: Mapping[str, float]) -> int:
+    """Returns the number of workers; by default, all workers that fit on the cluster if it is otherwise idle."""
+    room = sum(
         min(int(node["Resources"].get(name, 0.0) // amount) for name, amount in needs.items())
         for node in ray.nodes()
         if node["Alive"]
     )
-
-
-def _check_room(ray: Any, count: int, needs: Mapping[str, float]) -> None:
-    room = _room(ray, needs)
+    count = room if wanted is None else wanted
     if not count or count > room:
         raise InvalidArgumentError(
             "The Ray cluster is too small for all workers.",
             received={"num_workers": count, "resources": dict(needs), "room_for": room},
             hint="Start fewer workers, request less per worker (`resources=`), or add machines: ray start --address=…",
         )
+    return count
 
 
 @contextlib.contextmanager
@@ -214,49 +212,46 @@ def _run_all(
         worker.actor.run.remote(payload, addresses, worker.place, backend, told | dict(call.env), timeout)
 
 
+@dataclasses.dataclass
 class _Job:
-    """Passes on the output of the workers, and terminates all workers if one of them fails.
+    """Passes on the output of the workers, and terminates all workers if one of them fails."""
 
-    Args:
-        ray: The package `ray`.
-        workers: The running workers.
-        deadline: The time at which the actors terminate workers that are still running.
-    """
+    ray: Any
+    workers: Sequence[_Worker]  # running
+    deadline: float  # at which the actors terminate workers that are still running
 
-    def __init__(self, ray: Any, workers: Sequence[_Worker], deadline: float) -> None:
-        self._ray = ray
-        self._workers = workers
-        self._asked = {worker.actor.news.remote(): worker for worker in workers}
+    def __post_init__(self) -> None:
+        self._asked = {worker.actor.news.remote(): worker for worker in self.workers}
         self._judge_at = _FOREVER
-        self._give_up_at = deadline + _ENDING
+        self._give_up_at = self.deadline + _ENDING
         self._failed: _Worker | None = None
 
     def run(self) -> Ending:
         """Runs the job to its end."""
         while self._asked and time.monotonic() < self._give_up_at:
             patience = min(0.25, max(0.0, self._judge_at - time.monotonic()))
-            ready, _ = self._ray.wait(list(self._asked), timeout=patience)
+            ready, _ = self.ray.wait(list(self._asked), timeout=patience)
             for reference in ready:
                 self._hear(self._asked.pop(reference), reference)
-            for worker in self._workers:
+            for worker in self.workers:
                 for stream in worker.streams.values():
                     stream.tick()
             if time.monotonic() >= self._judge_at:
                 self._end_all()
         if self._failed is None:
             self._judge()
-        ended = [worker.ended or Ended(worker.place.index, None, [], None) for worker in self._workers]
+        ended = [worker.ended or Ended(worker.place.index, None, [], None) for worker in self.workers]
         slow = [
             one
-            for worker, one in zip(self._workers, ended, strict=True)
+            for worker, one in zip(self.workers, ended, strict=True)
             if worker.unfinished or (not worker.ended and self._failed is None)
         ]
         return Ending(ended, self._failed.ended if self._failed else None, slow)
 
     def _hear(self, worker: _Worker, reference: Any) -> None:
         try:
-            news = self._ray.get(reference)
-        except self._ray.exceptions.RayError as error:  # the actor died, possibly with its machine
+            news = self.ray.get(reference)
+        except self.ray.exceptions.RayError as error:  # the actor died, possibly with its machine
             lines = str(error).splitlines()
             lost = Ended(worker.place.index, -signal.SIGKILL, lines, None)
             news = [Ending([lost], lost)]
@@ -278,7 +273,7 @@ class _Job:
 
     def _judge(self) -> None:
         """Finds the worker that failed first. A worker that lost another one counts only if all did."""
-        failed = [worker for worker in self._workers if worker.ended and worker.ended.exit_code != 0]
+        failed = [worker for worker in self.workers if worker.ended and worker.ended.exit_code != 0]
         failed = [worker for worker in failed if not worker.unfinished]
         own = [worker for worker in failed if worker.ended and not worker.ended.has_lost_another]
         self._failed = min(own or failed, key=lambda worker: worker.ended_at, default=None)
@@ -287,6 +282,6 @@ class _Job:
         self._judge_at = _FOREVER
         self._judge()
         self._give_up_at = time.monotonic() + _ENDING
-        for worker in self._workers:
+        for worker in self.workers:
             if worker.ended is None:
                 worker.actor.end.remote()

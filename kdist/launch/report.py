@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Sequence
 
 from kdist.cluster import liveness
 from kdist.cluster.roles import listed
-from kdist.launch.linux import signal_name
+from kdist.launch.linux import is_stopped, signal_name
+from kdist.launch.worker_process import WorkerProcess
 
 MOST_LINES = 20
 _WIDEST = 240
@@ -15,7 +17,39 @@ _WIDEST = 240
 _NOISE = re.compile(
     r"[IW]\d{4} [\d:.]+ |\d{4}-\d\d-\d\d [\d:.]+: [IW] |WARNING: All log messages before absl"
 )
+# The loss of a peer does not cause these signals, so a worker that died of one of them failed first.
+_OWN_FAULT = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 _START = re.compile(r"[ |+]*(Traceback \(most recent call last\)|Fatal Python error)")
+
+
+def reasons(failures: Sequence[WorkerProcess]) -> list[WorkerProcess]:
+    """Returns the failed workers that did not fail because they lost another worker."""
+    return [worker for worker in failures if not worker.tail.has_lost_another]
+
+
+def first_failure(
+    failures: Sequence[WorkerProcess], workers: Sequence[WorkerProcess]
+) -> tuple[WorkerProcess, int]:
+    """Returns the worker that failed first, and the number of workers that were killed, stopped or hung.
+
+    Args:
+        failures: The workers that have failed.
+        workers: All workers. A live worker can be stopped by a signal.
+    """
+    own_fault = [worker for worker in failures if -(worker.exit_code or 0) in _OWN_FAULT]
+    frozen = [worker for worker in workers if worker.alive and is_stopped(worker.pid)]
+    first = (own_fault or frozen or [min(reasons(failures) or failures, key=_failed_at)])[0]
+    first.frozen = first in frozen
+    gone = {id(worker) for worker in (*own_fault, *frozen)}
+    if (first.exit_code or 0) < 0 or first.exit_code == liveness.STALLED:
+        gone.add(id(first))
+    return first, len(gone)
+
+
+def _failed_at(worker: WorkerProcess) -> float:
+    """Returns the time of a failure. A worker prints its traceback before its libraries have shut down."""
+    printed = worker.tail.traceback_at
+    return printed if printed is not None and worker.exited_at - printed < 5.0 else worker.exited_at
 
 
 def shell_exit_code(exit_code: int) -> int:
@@ -42,6 +76,14 @@ def describe_exit(exit_code: int, frozen: bool = False) -> str:
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     return f"was killed by {signal_name(-exit_code)} (signal {-exit_code})"
+
+
+def unexpected_exit(worker: WorkerProcess) -> str:
+    """Describes the exit of a task that should run until the end of the job."""
+    said = f"{worker.plan.full_name} {describe_exit(worker.exit_code or 0)}"
+    if worker.exit_code:
+        return said
+    return f"{said} while the job needs it (call kdist.Server(…).join(), which does not return)"
 
 
 def last_traceback(lines: Sequence[str], most: int) -> list[str]:
@@ -75,42 +117,37 @@ def last_traceback(lines: Sequence[str], most: int) -> list[str]:
 
 
 def failure_block(
-    name: str,
-    exit_code: int,
-    stderr_lines: Sequence[str],
-    *,
-    log_file: str | None = None,
-    others: Sequence[str] = (),
-    ended: Sequence[str] = (),
-    frozen: bool = False,
-    kind: str = "workers",
-    after: str = "",
+    failed: WorkerProcess, workers: Sequence[WorkerProcess], lost_server: WorkerProcess | None = None
 ) -> str:
     """Returns the block of at most 20 lines at the end of a failed job's output.
 
     Args:
-        name: The worker that failed first, for example "worker 1".
-        exit_code: The exit code of this worker; negative for a signal.
-        stderr_lines: The last lines of its stderr.
-        log_file: The file with its whole output.
-        others: The names of the other workers of this machine, which were terminated.
-        ended: The names of the workers that had ended with exit code 0 before.
-        frozen: Whether a signal had stopped the worker.
-        kind: The noun for `others` and `ended`.
-        after: The name of a server that was lost before.
+        failed: The worker that failed first.
+        workers: All workers of this machine.
+        lost_server: The server that was lost before.
     """
-    when = f"after the loss of {after}" if after else "first"
-    head = f"──── kdist: {name} failed {when}: it {describe_exit(exit_code, frozen)} ────"
+    code = 1 if failed.exit_code is None else failed.exit_code
+    name = failed.plan.full_name if len(workers) > 1 else failed.name
+    others = [worker for worker in workers if worker not in (failed, lost_server)]
+    # A worker that ended too early may be the reason why another one failed, for example when it waited for it.
+    ended = [worker for worker in others if worker.exit_code == 0 and worker.exited_at < failed.exited_at]
+    terminated = [worker.name for worker in others if worker not in ended]
+    kind = "tasks" if any(worker.plan.helps for worker in workers) else "workers"
+    when = "first"
+    if lost_server is not None and lost_server is not failed:
+        when = f"after the loss of {lost_server.plan.full_name}"
+    head = f"──── kdist: {name} failed {when}: it {describe_exit(code, failed.frozen)} ────"
     foot = []
-    if exit_code == -9 and not frozen:
+    if code == -9 and not failed.frozen:
         foot.append(
             "If you did not send SIGKILL, the machine probably ran out of memory. Check: dmesg -T | grep -i oom"
         )
     if ended:
-        foot.append(f"Before that, these {kind} had ended with exit code 0: {listed(ended)}.")
-    if others:
-        foot.append(f"kdist terminated the other {kind}: {listed(others)}.")
-    if log_file:
-        foot.append(f"Full output: {log_file}")
-    body = last_traceback(stderr_lines, MOST_LINES - 1 - len(foot))
+        names = listed([worker.name for worker in ended])
+        foot.append(f"Before that, these {kind} had ended with exit code 0: {names}.")
+    if terminated:
+        foot.append(f"kdist terminated the other {kind}: {listed(terminated)}.")
+    if failed.log_file:
+        foot.append(f"Full output: {failed.log_file}")
+    body = last_traceback(failed.tail.lines(), MOST_LINES - 1 - len(foot))
     return "\n".join([head, *body, *foot])

@@ -10,42 +10,13 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from kdist.cluster import injection, liveness, logs
-from kdist.cluster.injection import Fault
 from kdist.errors import InvalidArgumentError
 from kdist.launch import linux, outline, report
 from kdist.launch.options import whole_number
 from kdist.launch.output import Sink, sinks
-from kdist.launch.plan import JobPlan
-from kdist.launch.role_supervisor import EVALUATOR_TIMEOUT, TASK_RESTARTS, RoleSupervisor
-from kdist.launch.roles import plan_roles
+from kdist.launch.plan import EVALUATOR_TIMEOUT, TASK_RESTARTS, JobPlan, Policy, plan_job
 from kdist.launch.supervisor import Outcome, Supervisor
 from kdist.launch.worker_process import WorkerProcess
-
-
-@dataclasses.dataclass(frozen=True)
-class Policy:
-    """The reaction to failures, and the faults to inject.
-
-    Args:
-        max_restarts: The maximum number of restarts of the job.
-        task_restarts: The maximum number of restarts of each supporting task: see `role_supervisor`.
-        evaluator_timeout: Seconds for the evaluator to finish after training has ended.
-        min_workers: The minimum number of workers for a restart after a loss; `None` if the job needs all.
-        heartbeat_timeout: Seconds within which a dead or stopped worker is reported; `None` for the value of
-            the environment variable.
-        hang_timeout: Seconds until a hung worker is terminated, if others wait for it; `None` as above.
-        join_timeout: Seconds for which workers wait for each other at startup; `None` as above.
-        faults: The faults of `--inject`.
-    """
-
-    max_restarts: int = 0
-    task_restarts: int = TASK_RESTARTS
-    evaluator_timeout: float = EVALUATOR_TIMEOUT
-    min_workers: int | None = None
-    heartbeat_timeout: float | None = None
-    hang_timeout: float | None = None
-    join_timeout: float | None = None
-    faults: Sequence[Fault] = ()
 
 
 def read_options(
@@ -91,53 +62,33 @@ def read_options(
     restarts = None
     if options.max_restarts is not None:
         restarts = whole_number("--max-restarts", options.max_restarts, 0)
-    patience = _seconds("--evaluator-timeout", options.evaluator_timeout)
+    patience = EVALUATOR_TIMEOUT
+    if options.evaluator_timeout is not None:
+        patience = liveness.parse_seconds(options.evaluator_timeout, "--evaluator-timeout")
     return Policy(
         max_restarts=0 if num_ps else restarts or 0,
         task_restarts=TASK_RESTARTS if restarts is None else restarts,
-        evaluator_timeout=EVALUATOR_TIMEOUT if patience is None else patience,
+        evaluator_timeout=patience,
         min_workers=fewest,
-        heartbeat_timeout=_seconds("--heartbeat-timeout", options.heartbeat_timeout),
-        hang_timeout=_seconds("--hang-timeout", options.hang_timeout),
-        join_timeout=_seconds("--join-timeout", options.join_timeout),
         faults=faults,
     )
 
 
-def _seconds(name: str, text: str | None) -> float | None:
-    return None if text is None else liveness.parse_seconds(text, name)
-
-
 @dataclasses.dataclass(kw_only=True)
 class Job:
-    """A job on this machine, with all its restarts.
+    """A job on this machine, with all its restarts."""
 
-    Args:
-        command: The command of each worker.
-        local_workers: The number of workers on this machine, which can decrease after losses.
-        num_ps: The number of parameter servers.
-        evaluator: Whether the job has an evaluator.
-        hosts: The addresses of all machines; empty if the job has only this machine.
-        host_index: The index of this machine in `hosts`.
-        backend: The Keras backend; `None` for the backend of the environment.
-        log_dir: The directory for log files of the workers' output.
-        grace: Seconds for workers to exit after a signal.
-        policy: The reaction to failures.
-        asked: The number of workers that the user requested, or "auto".
-        variables: Environment variables for all tasks.
-    """
-
-    command: Sequence[str]
-    local_workers: int
+    command: Sequence[str]  # of each worker
+    local_workers: int  # on this machine, which can decrease after losses
     num_ps: int = 0
     evaluator: bool = False
-    hosts: Sequence[str]
+    hosts: Sequence[str]  # the addresses of all machines; empty if the job has only this machine
     host_index: int
-    backend: str | None
+    backend: str | None  # `None` for the backend of the environment
     log_dir: str | None
-    grace: float
+    grace: float  # seconds for workers to exit after a signal
     policy: Policy
-    asked: str | int = "auto"
+    asked: str | int = "auto"  # the number of workers that the user requested
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     _starts: int = dataclasses.field(default=0, init=False)
     _counted: int = dataclasses.field(default=0, init=False)  # restarts that count against `max_restarts`
@@ -156,7 +107,7 @@ class Job:
                     return _end_interrupted(workers, outcome.interrupted, err)
                 if failed is None:
                     return 0
-                err.say(f"\n{_failure(failed, workers, outcome.lost_server)}")
+                err.say(f"\n{report.failure_block(failed, workers, outcome.lost_server)}")
                 again = self._again(failed, outcome)
                 if again is not None and outcome.stopped is not None:
                     err.say(f"kdist: received {_signal(outcome.stopped)}; the job is not restarted.")
@@ -193,21 +144,13 @@ class Job:
         return outline.line(plan, self.asked, max(1, len(self.hosts)))
 
     def _plan(self) -> JobPlan:
-        policy = self.policy
-        faults = [fault for fault in policy.faults if self._starts == 0 or fault.always]
+        faults = [fault for fault in self.policy.faults if self._starts == 0 or fault.always]
         told = {
             **self.variables,
             liveness.RESTART_VARIABLE: str(self._starts),
             injection.VARIABLE: injection.join(faults),
         }
-        for name, seconds in (
-            (liveness.HEARTBEAT_VARIABLE, policy.heartbeat_timeout),
-            (liveness.HANG_VARIABLE, policy.hang_timeout),
-            (liveness.JOIN_VARIABLE, policy.join_timeout),
-        ):
-            if seconds is not None:
-                told[name] = f"{seconds:g}"
-        return plan_roles(
+        return plan_job(
             self.local_workers,
             self.num_ps,
             self.evaluator,
@@ -218,7 +161,7 @@ class Job:
         )
 
     def _run_once(self, plan: JobPlan, out: Sink, err: Sink) -> tuple[list[WorkerProcess], Outcome]:
-        several = plan.num_workers > 1
+        several, folder = plan.num_workers > 1, self.log_dir
         workers = [
             WorkerProcess(
                 worker,
@@ -226,34 +169,17 @@ class Job:
                 out,
                 err,
                 prefix=f"[{worker.name}] " if several else "",
-                log_file=self._log_file(worker.name),
+                log_file=folder and os.path.join(folder, f"{worker.name.replace(' ', '-')}.log"),
                 append=self._starts > 0,
                 keep_stdin=not several,
             )
             for worker in plan.workers
         ]
-        supervisor = self._supervisor(workers, plan, err)
+        supervisor = Supervisor(workers, plan, err, grace=self.grace, policy=self.policy, whole_tree=True)
         with supervisor.forwarding():
             outcome = supervisor.run()
             sys.stdout.flush()
         return workers, outcome
-
-    def _log_file(self, name: str) -> str | None:
-        return os.path.join(self.log_dir, f"{name.replace(' ', '-')}.log") if self.log_dir else None
-
-    def _supervisor(self, workers: Sequence[WorkerProcess], plan: JobPlan, err: Sink) -> Supervisor:
-        if not any(worker.helps for worker in plan.workers):
-            return Supervisor(workers, plan, grace=self.grace, whole_tree=True)
-        return RoleSupervisor(
-            workers,
-            plan,
-            err=err,
-            restarts=self.policy.task_restarts,
-            told_again={injection.VARIABLE: injection.join([f for f in self.policy.faults if f.always])},
-            evaluator_timeout=self.policy.evaluator_timeout,
-            grace=self.grace,
-            whole_tree=True,
-        )
 
     def _again(self, failed: WorkerProcess, outcome: Outcome) -> str | None:
         """Decides whether the job restarts. Returns the message for the user, or `None` for no restart."""
@@ -261,7 +187,9 @@ class Job:
         if self.num_ps or failed.plan.helps:
             return None
         why = f"{failed.name} {report.describe_exit(failed.exit_code or 1, failed.frozen)}"
-        fewer = self._left(outcome)
+        fewer = self.local_workers
+        if policy.min_workers is not None and outcome.lost:
+            fewer = max(self.local_workers - outcome.lost, policy.min_workers)
         if failed.exit_code == liveness.PREEMPTED:
             if policy.max_restarts == 0:
                 return None
@@ -277,12 +205,6 @@ class Job:
         noun = "worker" if self.local_workers == 1 else "workers"
         return f"kdist: {which} because {why}; starting {self.local_workers} {noun}."
 
-    def _left(self, outcome: Outcome) -> int:
-        """Returns the number of workers for a restart, which can be lower if `min_workers` is set."""
-        if self.policy.min_workers is None or outcome.lost == 0:
-            return self.local_workers
-        return max(self.local_workers - outcome.lost, self.policy.min_workers)
-
 
 def _end_interrupted(workers: Sequence[WorkerProcess], signum: int, err: Sink) -> int:
     err.say(f"kdist: received {_signal(signum)}; all workers have exited.")
@@ -295,22 +217,3 @@ def _end_interrupted(workers: Sequence[WorkerProcess], signum: int, err: Sink) -
 
 def _signal(signum: int) -> str:
     return "Ctrl-C" if signum == signal.SIGINT else linux.signal_name(signum)
-
-
-def _failure(
-    failed: WorkerProcess, workers: Sequence[WorkerProcess], lost_server: WorkerProcess | None
-) -> str:
-    others = [worker for worker in workers if worker not in (failed, lost_server)]
-    # A worker that ended too early may be the reason why another one failed, for example when it waited for it.
-    ended = [worker for worker in others if worker.exit_code == 0 and worker.exited_at < failed.exited_at]
-    return report.failure_block(
-        failed.plan.full_name if len(workers) > 1 else failed.name,
-        1 if failed.exit_code is None else failed.exit_code,
-        failed.tail.lines(),
-        log_file=failed.log_file,
-        others=[worker.name for worker in others if worker not in ended],
-        ended=[worker.name for worker in ended],
-        frozen=failed.frozen,
-        after=lost_server.plan.full_name if lost_server not in (None, failed) else "",
-        kind="tasks" if any(worker.plan.helps for worker in workers) else "workers",
-    )

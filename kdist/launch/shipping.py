@@ -1,4 +1,4 @@
-"""Pickles functions for workers, and their results and exceptions.
+"""The calls of `kdist.launch` and their outcomes. Pickles functions for workers, and their results and exceptions.
 
 On one machine, the pickles go through private files and pipes between processes of one user. Between
 machines, they go only through Ray, which pickles all its messages itself.
@@ -7,16 +7,19 @@ machines, they go only through Ray, which pickles all its messages itself.
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import importlib
 import importlib.util
 import os
 import pickle
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kdist.cluster.roles import task_name
 from kdist.errors import InvalidArgumentError
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -113,6 +116,47 @@ class Result:
         return error if isinstance(error, BaseException) else None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """The arguments of `kdist.launch`, with all environment variables of the workers in `env`."""
+
+    fn: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    num_workers: int | str
+    backend: str | None
+    env: Mapping[str, str]
+    timeout: float | None
+    resources: Mapping[str, float] | None
+    num_ps: int = 0
+
+
+@dataclasses.dataclass
+class Ended:
+    """The outcome of one worker."""
+
+    index: int
+    exit_code: int | None  # from `subprocess`; negative for a signal
+    lines: list[str]  # the last lines of its stderr
+    result: Result | None  # `None` if the worker did not return one
+    has_lost_another: bool = False  # it reported that it failed because another worker had exited
+    role: str = "worker"
+
+    @property
+    def name(self) -> str:
+        """The name of the worker in messages."""
+        return task_name(self.role, self.index)
+
+
+@dataclasses.dataclass
+class Ending:
+    """The outcome of all workers."""
+
+    workers: list[Ended]  # all workers that ran the function, by index
+    failed: Ended | None = None  # the worker that failed first
+    unfinished: list[Ended] = dataclasses.field(default_factory=list)  # at the timeout
+
+
 def perform(data: bytes) -> Result:
     """Runs a packed call. Errors become part of the result."""
     try:
@@ -125,6 +169,26 @@ def perform(data: bytes) -> Result:
     except BaseException as error:
         text = "".join(traceback.format_exception(error)).rstrip()
         return Result(False, _pickle_error(error), f"{type(error).__name__}: {error}", text)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs a worker of `kdist.launch(fn)`: the call in the file `argv[0]`. Writes the result to the file `argv[1]`."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    payload, destination = argv
+    with open(payload, "rb") as file:
+        data = file.read()
+    sys.argv = ["kdist.launch"]
+    result = perform(data)
+    # Renamed only when complete, so that a worker that is killed during the write leaves no result.
+    with open(f"{destination}.part", "wb") as file:
+        pickle.dump(result, file)
+    os.replace(f"{destination}.part", destination)
+    if not result.ok:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # At exit, frameworks wait for their peers. The launcher terminates these after this process exits.
+        os._exit(1)
 
 
 def _pickle_error(error: BaseException) -> bytes | None:

@@ -1,21 +1,33 @@
-"""Supervises the workers of this machine. Passes on output and signals, and leaves no process behind."""
+"""Supervises the tasks of this machine. Passes on output and signals, and leaves no process behind.
+
+The reaction to the exit of a task depends on its role:
+
+- The chief, or all workers of a job without a chief, with code 0: servers and workers are terminated, and the
+  evaluator has some time to finish.
+- The chief, or a worker of a job without a chief, with another code: the job fails.
+- A server: its variables are lost, so the job fails. The chief gets some seconds to report this itself.
+- A worker of a chief: it is restarted a limited number of times. Then the job continues with the other
+  workers, and fails if there are none.
+- The evaluator: nothing if the code is 0. Otherwise it is restarted like a worker. If it is lost, the job
+  fails after training.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import selectors
 import signal
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from kdist.cluster import liveness
-from kdist.launch import linux
-from kdist.launch.plan import JobPlan
+from kdist.cluster import injection, liveness
+from kdist.launch import linux, report
+from kdist.launch.output import Sink
+from kdist.launch.plan import JobPlan, Policy
 from kdist.launch.worker_process import WorkerProcess
 
 # If a worker fails, its peers fail within milliseconds. Exits within these seconds count as one failure.
@@ -23,9 +35,9 @@ _WINDOW = 0.2
 _LONGER_WINDOW = 0.4  # if a worker with a traceback is still exiting
 _LONGEST_WINDOW = 0.6  # if the worker that failed first is still exiting
 _TERM_TO_KILL = 0.3  # with the window, this terminates a failed job within a second
+_PAUSE = 0.5  # seconds before the restart of a task, because the whole job may be ending
+_LAST_WORDS = 5.0  # seconds for the chief to exit after the loss of a server
 _FOREVER = float("inf")
-# The loss of a peer does not cause these signals, so a worker that died of one of them failed first.
-_OWN_FAULT = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
 @dataclasses.dataclass
@@ -40,72 +52,61 @@ class Outcome:
     unfinished: list[WorkerProcess] = dataclasses.field(default_factory=list)  # at the timeout
 
 
+@dataclasses.dataclass
 class Supervisor:
-    """Starts workers, waits for them, and terminates all workers if one of them fails.
+    """Starts tasks, waits for them, and terminates all tasks if the job fails."""
 
-    Args:
-        workers: The workers, which are not yet started.
-        plan: The plan of the job. Its job ID identifies descendants of the workers.
-        grace: Seconds for workers to exit after a signal to the launcher was passed on to them.
-        timeout: The time limit of the job in seconds.
-        whole_tree: Whether all descendants of this process belong to the job. True for the command line,
-            false if user code also runs in this process.
-    """
+    workers: Sequence[WorkerProcess]  # not yet started
+    plan: JobPlan  # its job ID identifies descendants of the tasks
+    err: Sink  # receives the messages of the supervisor
+    grace: float = 5.0  # seconds for tasks to exit after a signal to the launcher was passed on to them
+    timeout: float | None = None  # the time limit of the job in seconds
+    whole_tree: bool = (
+        False  # all descendants of this process belong to the job, because it runs no user code
+    )
+    policy: Policy = dataclasses.field(default_factory=Policy)  # the reaction to the exits of helpers
 
-    def __init__(
-        self,
-        workers: Sequence[WorkerProcess],
-        plan: JobPlan,
-        *,
-        grace: float = 5.0,
-        timeout: float | None = None,
-        whole_tree: bool = False,
-    ) -> None:
-        self._workers = list(workers)
-        self._plan = plan
-        self._grace = grace
-        self._timeout = timeout
-        self._whole_tree = whole_tree
+    def __post_init__(self) -> None:
+        self._leaders = [worker for worker in self.workers if not worker.plan.helps]
         self._selector = selectors.DefaultSelector()
         self._outcome = Outcome()
         self._failures: list[WorkerProcess] = []
         self._judge_at = self._kill_at = self._deadline = self._discard_at = _FOREVER
         self._ending = False
+        self._due: list[tuple[float, Callable[[], None]]] = []  # delayed actions
+        self._evaluator_lost: WorkerProcess | None = None
 
     def run(self) -> Outcome:
         """Runs the job to its end. Then all processes of the job have exited, including grandchildren."""
-        if self._timeout is not None:
-            self._deadline = time.monotonic() + self._timeout
+        if self.timeout is not None:
+            self._deadline = time.monotonic() + self.timeout
+        outcome = self._outcome
         try:
-            self._start()
-            while self._is_running():
+            self.plan.release_ports()
+            for worker in self.workers:
+                worker.start()
+                self._watch(worker)
+            while any(w.alive or (w.starting and not self._ending) for w in self.workers):
                 self._step(self._patience())
                 self._act()
             self._judge()
         finally:
             self._leave_nothing()
-        return self._outcome
-
-    def _start(self) -> None:
-        self._plan.release_ports()
-        for worker in self._workers:
-            worker.start()
-            self._watch(worker)
+        if outcome.failed is None and outcome.interrupted is None and not outcome.unfinished:
+            outcome.failed = self._evaluator_lost
+        return outcome
 
     def _watch(self, worker: WorkerProcess) -> None:
         for fd in (*worker.channels, worker.pidfd):
             if fd is not None:
                 self._selector.register(fd, selectors.EVENT_READ, worker)
 
-    def _is_running(self) -> bool:
-        return any(worker.alive for worker in self._workers)
-
     def _patience(self) -> float | None:
         """Returns the maximum number of seconds to wait for an event; `None` for no limit."""
-        until = min(self._judge_at, self._kill_at, self._deadline)
-        if any(worker.alive and worker.pidfd is None for worker in self._workers):
+        until = min(self._judge_at, self._kill_at, self._deadline, *(when for when, _ in self._due))
+        if any(worker.alive and worker.pidfd is None for worker in self.workers):
             until = min(until, time.monotonic() + 0.02)
-        if any(line.waits() for worker in self._workers for line in worker.lines()):
+        if any(line.waits() for worker in self.workers for line in worker.lines()):
             until = min(until, time.monotonic() + 0.25)
         return None if until == _FOREVER else max(0.01, until - time.monotonic())
 
@@ -119,62 +120,51 @@ class Supervisor:
                 self._selector.unregister(key.fd)
                 self._note_exit(worker)
             elif key.fd in worker.channels:
-                self._read(worker, key.fd)
-        for worker in self._workers:
+                # Unregistered first, because read() closes the descriptor at the end of the stream.
+                self._selector.unregister(key.fd)
+                if worker.read(key.fd):
+                    self._selector.register(key.fd, selectors.EVENT_READ, worker)
+        for worker in self.workers:
             if worker.pidfd is None:
                 self._note_exit(worker)
             for line in worker.lines():
                 line.tick()
 
-    def _read(self, worker: WorkerProcess, fd: int) -> None:
-        # Unregistered first, because read() closes the descriptor at the end of the stream.
-        self._selector.unregister(fd)
-        if worker.read(fd):
-            self._selector.register(fd, selectors.EVENT_READ, worker)
-
     def _note_exit(self, worker: WorkerProcess) -> None:
         if worker.collect() and not self._ending:
             self._on_exit(worker)
-
-    def _on_exit(self, worker: WorkerProcess) -> None:
-        if worker.exit_code == 0:
-            return
-        # Preempted workers exit together, when the slowest worker has saved its share.
-        window = self._grace if worker.exit_code == liveness.PREEMPTED else _WINDOW
-        if not self._failures or window == _WINDOW:
-            self._judge_at = min(self._judge_at, time.monotonic() + window)
-        self._failures.append(worker)
 
     def _act(self) -> None:
         """Handles timeouts and failures that are due."""
         now = time.monotonic()
         if now >= self._deadline:
             self._deadline = _FOREVER
-            self._outcome.unfinished = [worker for worker in self._workers if worker.alive]
+            self._outcome.unfinished = [worker for worker in self.workers if worker.alive]
             self._ending = True
             for worker in self._outcome.unfinished:
                 linux.send(worker.pid, signal.SIGUSR1)  # workers of kdist.launch print their stacks
             self._kill_at = now + 0.5
-        if now >= self._judge_at:
-            waited = now - (self._judge_at - _WINDOW)
-            if waited < _LONGER_WINDOW and self._somebody_is_falling():
-                return
-            if waited < _LONGEST_WINDOW and not self._reasons() and any(w.alive for w in self._workers):
-                return
+        if now >= self._judge_at and not self._awaits_exits(now):
             self._judge()
             self._signal_all(signal.SIGTERM)
             self._kill_at = now + _TERM_TO_KILL
         if now >= self._kill_at:
             self._kill_at = now + 0.2  # again, in case a new process has started meanwhile
             self._kill_everything()
+        if self._outcome.interrupted is not None and not any(worker.alive for worker in self._leaders):
+            self._dismiss_servers()
+        due = [do for when, do in self._due if when <= now]
+        self._due = [later for later in self._due if later[0] > now]
+        for do in due:
+            do()
 
-    def _somebody_is_falling(self) -> bool:
-        recent = time.monotonic() - 5.0
-        return any(worker.alive and (worker.tail.traceback_at or 0) > recent for worker in self._workers)
-
-    def _reasons(self) -> list[WorkerProcess]:
-        """Returns the failed workers that did not fail because they lost another worker."""
-        return [worker for worker in self._failures if not worker.tail.has_lost_another]
+    def _awaits_exits(self, now: float) -> bool:
+        """Returns whether a worker that may have failed first is still exiting."""
+        waited = now - (self._judge_at - _WINDOW)
+        alive = [worker for worker in self.workers if worker.alive]
+        if waited < _LONGER_WINDOW and any((worker.tail.traceback_at or 0) > now - 5.0 for worker in alive):
+            return True
+        return waited < _LONGEST_WINDOW and bool(alive) and not report.reasons(self._failures)
 
     def _judge(self) -> None:
         """Finds the worker that failed first."""
@@ -182,25 +172,16 @@ class Supervisor:
         if not self._failures or self._outcome.failed is not None or self._ending:
             return
         self._ending = True
-        own_fault = [worker for worker in self._failures if -(worker.exit_code or 0) in _OWN_FAULT]
-        frozen = [worker for worker in self._workers if worker.alive and linux.is_stopped(worker.pid)]
-        first = (own_fault or frozen or [min(self._reasons() or self._failures, key=_failed_at)])[0]
-        self._outcome.failed = first
-        first.frozen = first in frozen
-        gone = {id(worker) for worker in (*own_fault, *frozen)}
-        if (first.exit_code or 0) < 0 or first.exit_code == liveness.STALLED:
-            gone.add(id(first))
-        self._outcome.lost = len(gone)
+        self._outcome.failed, self._outcome.lost = report.first_failure(self._failures, self.workers)
 
     def _signal_all(self, signum: int) -> None:
-        for worker in self._workers:
-            if worker.alive:
-                linux.send(worker.pid, signum, group=True)
+        for worker in self.workers:
+            worker.send(signum)
 
     def _members(self) -> set[int]:
-        alive = {worker.pid for worker in self._workers if worker.alive}
-        roots = {os.getpid()} if self._whole_tree else alive
-        return alive | linux.descendants(roots) | linux.members_of_job(self._plan.job_id)
+        alive = {worker.pid for worker in self.workers if worker.alive}
+        roots = {os.getpid()} if self.whole_tree else alive
+        return alive | linux.descendants(roots) | linux.members_of_job(self.plan.job_id)
 
     def _kill_everything(self) -> None:
         found = self._members()
@@ -213,28 +194,141 @@ class Supervisor:
         self._ending = True
         alone = self._outcome.failed is None and self._outcome.interrupted is None
         # After a success, helper processes (multiprocessing's resource tracker) get some time to clean up.
-        patience = time.monotonic() + (0.3 if alone and not any(w.alive for w in self._workers) else 0.0)
+        patience = time.monotonic() + (0.3 if alone and not any(w.alive for w in self.workers) else 0.0)
         give_up = time.monotonic() + 3.0
         while time.monotonic() < give_up:
             # The system can reuse the PID of a reaped worker, so only live workers get signals.
-            left = self._members() if any(w.process for w in self._workers) else set()
-            if not left and not any(worker.alive for worker in self._workers):
+            left = self._members() if any(w.process for w in self.workers) else set()
+            if not left and not any(worker.alive for worker in self.workers):
                 break
             if time.monotonic() >= patience:
                 self._kill_everything()
             self._step(0.02)
             self._reap()
         drained = time.monotonic() + 0.5
-        while any(worker.channels for worker in self._workers) and time.monotonic() < drained:
+        while any(worker.channels for worker in self.workers) and time.monotonic() < drained:
             self._step(0.02)
-        for worker in self._workers:
+        for worker in self.workers:
             worker.close()
         self._reap()
         self._selector.close()
 
     def _reap(self) -> None:
-        if self._whole_tree:
-            linux.reap_orphans(worker.pid for worker in self._workers if worker.alive)
+        if self.whole_tree:
+            linux.reap_orphans(worker.pid for worker in self.workers if worker.alive)
+
+    # The exit of a task.
+
+    def _on_exit(self, worker: WorkerProcess) -> None:
+        role = worker.plan.role
+        if not worker.plan.helps:
+            if worker.exit_code != 0:
+                self._note_failure(worker)
+            elif all(leader.exit_code == 0 for leader in self._leaders):
+                self._finish()
+        elif worker.dismissed:
+            return
+        elif role == "ps":
+            self._say(
+                f"{report.unexpected_exit(worker)}; its variables are lost, so the job ends. "
+                f"The chief has {_LAST_WORDS:g} s to exit."
+            )
+            self._outcome.lost_server = self._outcome.lost_server or worker
+            self._later(_LAST_WORDS, self._end_because_of, worker)
+        elif role == "worker" or worker.exit_code != 0:
+            # Its children may still use its port. The ID of the process group stays valid until all exit.
+            linux.send(worker.pid, signal.SIGKILL, group=True)
+            self._start_again(worker)
+
+    def _note_failure(self, worker: WorkerProcess) -> None:
+        # Preempted workers exit together, when the slowest worker has saved its share.
+        window = self.grace if worker.exit_code == liveness.PREEMPTED else _WINDOW
+        if not self._failures or window == _WINDOW:
+            self._judge_at = min(self._judge_at, time.monotonic() + window)
+        self._failures.append(worker)
+
+    def _later(self, seconds: float, do: Callable[..., None], *args: Any) -> None:
+        self._due.append((time.monotonic() + seconds, functools.partial(do, *args)))
+
+    def _end_because_of(self, worker: WorkerProcess) -> None:
+        if not self._ending and not worker.dismissed:
+            self._failures.append(worker)
+            self._judge_at = time.monotonic()
+
+    def _start_again(self, worker: WorkerProcess) -> None:
+        most = self.policy.task_restarts
+        if worker.exit_code == liveness.PREEMPTED and most:
+            which = "restart not counted"
+        elif worker.counted_restarts < most:
+            worker.counted_restarts += 1
+            which = f"restart {worker.counted_restarts} of {most}"
+        else:
+            self._go_on_without(worker)
+            return
+        worker.starting = True
+        text = f"{report.unexpected_exit(worker)}; restarting it ({which}) while the job continues."
+        self._later(_PAUSE, self._restart, worker, text)
+
+    def _restart(self, worker: WorkerProcess, text: str) -> None:
+        worker.starting = False
+        if self._ending or worker.dismissed:
+            return
+        self._say(text)
+        for fd in worker.channels:
+            self._selector.unregister(fd)
+        faults = self.policy.faults
+        again = {injection.VARIABLE: injection.join([fault for fault in faults if fault.always])}
+        worker.restart(again if faults else {})
+        self._watch(worker)
+
+    def _go_on_without(self, worker: WorkerProcess) -> None:
+        alike = [other for other in self.workers if other.plan.helps and other.plan.role == worker.plan.role]
+        if worker.plan.role == "evaluator":
+            self._evaluator_lost = worker
+        elif not any(other.is_here for other in alike):
+            self._end_because_of(worker)
+            return
+        most = self.policy.task_restarts
+        restarts = f"{most} {'restart' if most == 1 else 'restarts'}"
+        self._say(f"{report.unexpected_exit(worker)} after {restarts}; the job continues without it.")
+
+    # The end of the job.
+
+    def _finish(self) -> None:
+        """Terminates the other tasks after successful training. The evaluator has time to finish."""
+        self._dismiss_servers()
+        for evaluator in self.workers:
+            if evaluator.plan.role == "evaluator" and evaluator.is_here:
+                self._say(
+                    f"training has ended; the evaluator has {self.policy.evaluator_timeout:g} s to finish."
+                )
+                self._later(self.policy.evaluator_timeout, self._end_evaluator, evaluator)
+
+    def _end_evaluator(self, evaluator: WorkerProcess) -> None:
+        if evaluator.is_here and not self._ending:
+            seconds = f"{self.policy.evaluator_timeout:g} s"
+            self._say(
+                f"terminating the evaluator, which did not finish within {seconds} after training. "
+                "To wait longer: --evaluator-timeout 3600"
+            )
+            self._dismiss(evaluator)
+
+    def _dismiss_servers(self) -> None:
+        for worker in self.workers:
+            if worker.plan.helps and worker.plan.role != "evaluator":
+                self._dismiss(worker)
+
+    def _dismiss(self, worker: WorkerProcess) -> None:
+        """Terminates a task that is no longer needed."""
+        if worker.dismissed:
+            return
+        worker.dismissed, worker.starting = True, False
+        if worker.alive:
+            worker.send(signal.SIGTERM)
+            self._later(self.grace, worker.send, signal.SIGKILL)
+
+    def _say(self, text: str) -> None:
+        self.err.say(f"kdist: {text}")
 
     # Signals to the launcher itself.
 
@@ -244,46 +338,33 @@ class Supervisor:
 
         It has no effect outside the main thread, because Python allows signal handlers only there.
         """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        theirs.setblocking(False)
-        self._selector.register(ours, selectors.EVENT_READ, None)
-        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {signum: signal.signal(signum, lambda *_: None) for signum in signals}
-        wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
 
         def gives_up() -> bool:
-            self._on_signals(ours)
+            self._on_signals(arriving)
             return time.monotonic() >= self._discard_at
 
-        self._set_gives_up(gives_up)
-        try:
-            yield
-        finally:
-            self._set_gives_up(None)
-            signal.set_wakeup_fd(wakeup)
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
-            self._on_signals(ours)  # a signal since the last step
-            ours.close()
-            theirs.close()
+        with linux.caught_signals(self._on_signals) as arriving:
+            if arriving is not None:
+                self._selector.register(arriving, selectors.EVENT_READ, None)
+                self._set_gives_up(gives_up)
+            try:
+                yield
+            finally:
+                self._set_gives_up(None)
 
     def _set_gives_up(self, function: Callable[[], bool] | None) -> None:
         # Otherwise, a signal would have no effect while no program reads the output, as in `| sleep 60`.
-        for sink in {sink for worker in self._workers for sink in worker.sinks}:
+        for sink in {sink for worker in self.workers for sink in (worker.out, worker.err)}:
             sink.gives_up = function
 
     def _on_signals(self, connection: Any) -> None:
         with contextlib.suppress(BlockingIOError):
             for signum in connection.recv(64):
-                if signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signum in linux.ENDING:
                     self._interrupt(signum)
 
     def _interrupt(self, signum: int) -> None:
-        self._discard_at = min(self._discard_at, time.monotonic() + self._grace)
+        self._discard_at = min(self._discard_at, time.monotonic() + self.grace)
         if self._outcome.interrupted is not None or self._outcome.failed is not None:
             if signum == signal.SIGINT:
                 self._kill_at = self._discard_at = 0.0  # the second Ctrl-C
@@ -293,14 +374,8 @@ class Supervisor:
         self._outcome.interrupted = signum
         self._ending = True
         self._judge_at = _FOREVER
-        self._kill_at = time.monotonic() + self._grace
-        self._pass_on(signum)
-
-    def _pass_on(self, signum: int) -> None:
-        self._signal_all(signum)
-
-
-def _failed_at(worker: WorkerProcess) -> float:
-    """Returns the time of a failure. A worker prints its traceback before its libraries have shut down."""
-    printed = worker.tail.traceback_at
-    return printed if printed is not None and worker.exited_at - printed < 5.0 else worker.exited_at
+        self._kill_at = time.monotonic() + self.grace
+        # Workers and servers of a chief keep running until the chief has saved its state; see `_act`.
+        for worker in self.workers:
+            if not worker.plan.helps or worker.plan.role == "evaluator":
+                worker.send(signum)

@@ -12,6 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
+from kdist.cluster import liveness
+from kdist.launch import linux
 from kdist.launch.output import LineStream, Sink, Tail
 from kdist.launch.plan import WorkerPlan
 
@@ -23,55 +25,32 @@ def start_command(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", _START, str(os.getpid()), *command]
 
 
-@dataclasses.dataclass
-class Channel:
-    """One of the two output streams of a worker."""
-
-    lines: list[LineStream]
-    tail: Tail | None
-
-
+@dataclasses.dataclass(eq=False)
 class WorkerProcess:
-    """A worker process. Call `start` to start it.
+    """A worker process, and its output. Call `start` to start it."""
 
-    Args:
-        plan: The index, address and environment of the worker.
-        command: The command of the worker.
-        out: Receives its stdout.
-        err: Receives its stderr.
-        prefix: The text before each line of output.
-        log_file: A file for a copy of its output, with only the last state of progress bars.
-        append: Whether to append to the log file instead of replacing it, for example after a restart.
-        keep_stdin: Whether the worker inherits the launcher's stdin.
-    """
+    plan: WorkerPlan
+    command: Sequence[str]
+    out: Sink
+    err: Sink
+    prefix: str = ""  # before each line of output
+    log_file: str | None = None  # for a copy of its output, with only the last state of progress bars
+    append: bool = False  # to the log file, for example after a restart
+    keep_stdin: bool = False  # the worker inherits the launcher's stdin
 
-    def __init__(
-        self,
-        plan: WorkerPlan,
-        command: Sequence[str],
-        out: Sink,
-        err: Sink,
-        *,
-        prefix: str = "",
-        log_file: str | None = None,
-        append: bool = False,
-        keep_stdin: bool = False,
-    ) -> None:
-        self.plan = plan
-        self.name = plan.name
-        self.command = list(command)
-        self.log_file = log_file
+    def __post_init__(self) -> None:
+        self.name = self.plan.name
         self.tail = Tail()
-        self.channels: dict[int, Channel] = {}
+        # The destinations of stdout and stderr, by file descriptor.
+        self.channels: dict[int, tuple[list[LineStream], Tail | None]] = {}
+        self.process: subprocess.Popen[bytes] | None = None
+        self.pidfd: int | None = None
         self.exit_code: int | None = None
         self.exited_at = 0.0
         self.frozen = False  # stopped by a signal (SIGSTOP), and therefore killed
-        self.pidfd: int | None = None
-        self.process: subprocess.Popen[bytes] | None = None
-        self._out, self._err = out, err
-        self._prefix = prefix
-        self._keep_stdin = keep_stdin
-        self._append = append
+        self.starting = False  # about to restart
+        self.dismissed = False  # may exit now
+        self.restarts = self.counted_restarts = 0
         self._log: IO[str] | None = None
 
     @property
@@ -89,17 +68,17 @@ class WorkerProcess:
         """Starts the process in a new session, so that its children can be killed together with it."""
         logs: list[Sink] = []
         if self.log_file:
-            mode = "a" if self._append else "w"
+            mode = "a" if self.append else "w"
             self._log = open(self.log_file, mode, encoding="utf-8")  # noqa: SIM115  # closed with the worker
             logs = [Sink(self._log)]
-        eager = (self.plan.index == 0 and not self.plan.helps) or not self._prefix
+        eager = (self.plan.index == 0 and not self.plan.helps) or not self.prefix
         out_read, out_write = self._open_stdout(eager)
         err_read, err_write = os.pipe()
         try:
             self.process = subprocess.Popen(
                 start_command(self.command),
                 env=self.plan.environ,
-                stdin=None if self._keep_stdin else subprocess.DEVNULL,
+                stdin=None if self.keep_stdin else subprocess.DEVNULL,
                 stdout=out_write,
                 stderr=err_write,
                 start_new_session=True,
@@ -111,34 +90,41 @@ class WorkerProcess:
         finally:
             os.close(out_write)
             os.close(err_write)
-        for fd, sink, tail in ((out_read, self._out, None), (err_read, self._err, self.tail)):
-            shown = LineStream(sink, self._prefix or None, eager)
-            self.channels[fd] = Channel([shown, *(LineStream(log, "") for log in logs)], tail)
+        for fd, sink, tail in ((out_read, self.out, None), (err_read, self.err, self.tail)):
+            shown = LineStream(sink, self.prefix or None, eager)
+            self.channels[fd] = [shown, *(LineStream(log, "") for log in logs)], tail
         with contextlib.suppress(OSError, AttributeError):
             self.pidfd = os.pidfd_open(self.process.pid)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the process runs or is about to restart."""
+        return self.alive or self.starting
+
+    def send(self, signum: int) -> None:
+        """Sends a signal to the process and its children, if it runs."""
+        if self.alive:
+            linux.send(self.pid, signum, group=True)
 
     def restart(self, told: Mapping[str, str]) -> None:
         """Restarts the process after its exit, with additional variables. Appends to its log file."""
         self.close()
-        self.plan = dataclasses.replace(self.plan, environ={**self.plan.environ, **told})
-        self.exit_code, self.tail, self._append = None, Tail(), True
+        self.restarts += 1
+        environ = {**self.plan.environ, **told, liveness.RESTART_VARIABLE: str(self.restarts)}
+        self.plan = dataclasses.replace(self.plan, environ=environ)
+        self.exit_code, self.tail, self.append = None, Tail(), True
         self.start()
 
     def _open_stdout(self, eager: bool) -> tuple[int, int]:
         # Keras redraws its progress bar only if stdout is a terminal. Otherwise it prints one line per step.
-        if eager and self._out.is_terminal:
+        if eager and self.out.is_terminal:
             with contextlib.suppress(OSError, ImportError):
-                return _open_terminal(len(self._prefix))
+                return _open_terminal(len(self.prefix))
         return os.pipe()
-
-    @property
-    def sinks(self) -> tuple[Sink, Sink]:
-        """The destinations of its stdout and stderr, without the log file."""
-        return self._out, self._err
 
     def lines(self) -> list[LineStream]:
         """Returns all destinations of the output."""
-        return [line for channel in self.channels.values() for line in channel.lines]
+        return [line for lines, _ in self.channels.values() for line in lines]
 
     def read(self, fd: int) -> bool:
         """Reads output from one of the streams. Returns `False` at the end of the stream."""
@@ -146,16 +132,16 @@ class WorkerProcess:
             data = os.read(fd, 65536)
         except OSError:  # a terminal whose other end is closed
             data = b""
-        channel = self.channels[fd]
+        lines, tail = self.channels[fd]
         if not data:
-            for line in channel.lines:
+            for line in lines:
                 line.close()
             del self.channels[fd]
             os.close(fd)
             return False
-        if channel.tail is not None:
-            channel.tail.feed(data)
-        for line in channel.lines:
+        if tail is not None:
+            tail.feed(data)
+        for line in lines:
             line.feed(data)
         return True
 
@@ -169,9 +155,9 @@ class WorkerProcess:
 
     def close(self) -> None:
         """Closes all open files. Call it after the process has exited."""
-        for fd, channel in self.channels.items():
-            for line in channel.lines:
-                line.close()
+        for line in self.lines():
+            line.close()
+        for fd in self.channels:
             os.close(fd)
         self.channels.clear()
         if self.pidfd is not None:

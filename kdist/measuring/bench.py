@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kdist.cluster.roles import number_of
-from kdist.launch.module import run_module
+from kdist.launch.local_workers import run_module
 from kdist.launch.plan import count_cores
 from kdist.measuring.contenders import CONTENDERS, Compared, spread
 from kdist.measuring.drawing import COLORS, GREY, Chart, Report, draw_shares, draw_spread

@@ -155,7 +155,7 @@ class WorkerPool:
         self.has_failed = False  # whether a function has failed in any worker
         self._timeout = timeout
         extra = {**_THREADS, **{name: str(value) for name, value in (env or {}).items()}}
-        plan = plan_job(num_workers, backend=backend, extra=extra)
+        plan = plan_job(num_workers, backend=backend, extra=extra, creates_secret=False)
         self._job_id = plan.job_id
         self._members: list[_Member] = []
         plan.release_ports()

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from kdist.coordinator.closures import Cancelled, Closures
-from kdist.coordinator.staleness import Staleness
+from kdist.coordinator.closures import Cancelled, Closures, Staleness
 
 
 def nothing() -> None:

@@ -49,9 +49,9 @@ handler.emit = lambda record: found["waits"].append(record.getMessage())
 logging.getLogger("kdist").addHandler(handler)
 waiting._FIRST = 0.3
 if not is_native:  # which connects a process to one cluster
-    from kdist.coordinator import own
+    from kdist.coordinator import grpc_coordination
 
-    own._LOOK = 0.2
+    grpc_coordination._LOOK = 0.2
     error("a worker that never comes", make, {"worker": [*places[:3], places[5]], "ps": places[3:5]})
     error("a server that never comes", make, {"worker": places[:3], "ps": places[4:6]})
 error("a wrong job", kdist.Server, cluster, "chief", 0)

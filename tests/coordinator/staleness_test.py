@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kdist.coordinator.staleness import Staleness
+from kdist.coordinator.closures import Staleness
 
 
 @pytest.mark.kills("servers_staleness_of_those_that_run_alone")

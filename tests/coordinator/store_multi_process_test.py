@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,11 @@ each_own_engine = pytest.mark.parametrize("backend", ["jax", "torch"], scope="mo
 
 def new_store(values: dict[str, Any]) -> Any:
     from kdist.backends import get_backend
-    from kdist.coordinator.store import Store
+    from kdist.coordinator.store import ParameterStore
 
     engine = get_backend().coordination_engine
     assert engine is not None
-    store = Store(engine())
+    store = ParameterStore(engine())
     parts = [{"key": key, "path": f"model/{key}", "trainable": key == "a"} for key in values]
     store.hold({"parts": parts}, [*values.values()])
     return store
@@ -117,7 +118,7 @@ def optimized() -> Any:
     names = keras.optimizers.SGD(0.5)
     names.build([keras.Variable(start, name="a")])
     own = [[v.name, "count" if v.name == "iteration" else "rate"] for v in names.variables]
-    pickled = np.frombuffer(shipping.dumps((optimizer, {"a": keras.constraints.NonNeg()}), None), np.uint8)
+    pickled = shipping.dumps((optimizer, {"a": keras.constraints.NonNeg()}), None)
     header = {"optimizer": 0, "trained": ["a"], "undecayed": [], "own": own}
     store.optimize(header, [pickled])
     gradient = np.array([[1.0, 1.0], [-1.0, 1.0]], "float32")
@@ -153,7 +154,7 @@ def read_while_a_closure_ends() -> Any:
             def wait() -> Any:
                 if served.generation == 1 and method == "pull":
                     commit(store, 0, 0, differences=["1.0"], arrays=[np.ones(2, "float32")])
-                    served.next_generation()
+                    served.generation += 1
                 return answer
 
             return wait
@@ -162,7 +163,7 @@ def read_while_a_closure_ends() -> Any:
     served = Served(store._engine, servers, "session", tells=True)
     variable = keras.Variable(np.zeros(2, "float32"))
     served.add(Record(served, variable, Home(1, place((2,), "float32", None, 1)), variable.value))
-    served.next_generation()
+    served.generation += 1
     assert variable.value is not None  # Keras itself may read the value twice
     return variable.value.tolist()
 
@@ -171,3 +172,24 @@ def read_while_a_closure_ends() -> Any:
 @each_own_engine
 def test_a_value_that_was_read_while_a_closure_ended_is_read_again(backend: str) -> None:
     assert run(backend, 1, read_while_a_closure_ends) == [[1.0, 1.0]]
+
+
+def numbers_of_optimizers() -> list[int]:
+    """Deletes an optimizer before it registers the last one."""
+    import keras
+
+    from kdist.coordinator.optimizers import NUMBER, Optimizers
+
+    optimizers: Any = Optimizers(None, None, None)  # type: ignore[arg-type]
+    first, second = keras.optimizers.SGD(), keras.optimizers.SGD()
+    found = [optimizers.reduced(one)[2][NUMBER] for one in (first, second)]
+    del first
+    gc.collect()
+    return [*found, optimizers.reduced(keras.optimizers.SGD())[2][NUMBER]]
+
+
+@pytest.mark.kills("servers_number_of_a_deleted_optimizer")
+@each_own_engine
+def test_an_optimizer_never_gets_the_number_of_another(backend: str) -> None:
+    (numbers,) = run(backend, 1, numbers_of_optimizers)
+    assert len(set(numbers)) == 3

@@ -14,7 +14,7 @@ from kdist.command_line import main
 from kdist.doctor import command, one_step
 from kdist.doctor.local_workers import hidden_gpus, together
 from kdist.doctor.report import Line, Report
-from kdist.launch.call import Ended, Ending
+from kdist.launch.shipping import Ended, Ending
 from kdist.parity import Training
 from tests.helpers.processes import BACKENDS, each_backend
 from tests.helpers.scripts import Script, environments_of, finished, local_addresses, run_python, tf_config

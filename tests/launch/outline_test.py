@@ -12,7 +12,7 @@ import kdist
 from kdist.cluster import logs
 from kdist.command_line import main
 from kdist.launch import linux, outline
-from kdist.launch.roles import plan_roles
+from kdist.launch.plan import plan_job
 from tests.helpers.ports import neighboring_ports
 
 GPUS = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
@@ -42,7 +42,7 @@ def level():
 
 
 def line(*args, asked="2", environ=GPUS, hosts=(), **kwargs):
-    plan = plan_roles(*args, environ={"KERAS_BACKEND": "jax", **environ}, hosts=hosts, **kwargs)
+    plan = plan_job(*args, environ={"KERAS_BACKEND": "jax", **environ}, hosts=hosts, **kwargs)
     plan.release_ports()
     return outline.line(plan, asked, max(1, len(hosts))), outline.left_idle(plan, environ)
 

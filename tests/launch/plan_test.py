@@ -15,10 +15,12 @@ from kdist.cluster.keras_backends import check_backend
 from kdist.errors import BackendError, ClusterConfigError, InvalidArgumentError
 from kdist.launch import plan as planning
 from kdist.launch import supervisor as supervisor_module
+from kdist.launch.options import parse_hosts, resolve_num_workers
 from kdist.launch.output import LineStream, Sink, Tail
-from kdist.launch.plan import JobPlan, idle_gpus, parse_hosts, plan_job, resolve_num_workers
+from kdist.launch.plan import JobPlan, WorkerPlan, idle_gpus, plan_job
 from kdist.launch.report import MOST_LINES, failure_block, last_traceback, shell_exit_code
 from kdist.launch.supervisor import Supervisor
+from kdist.launch.worker_process import WorkerProcess
 from tests.helpers.ports import neighboring_ports
 
 # ---- the plan
@@ -299,27 +301,35 @@ def test_a_long_traceback_is_shortened_from_the_middle():
     assert "ValueError: no" in short and "    call49()" in short and "  …" in short
 
 
+def _ended(code, lines=(), log_file=None):
+    sink = Sink(io.StringIO())
+    worker = WorkerProcess(WorkerPlan(1, "", {}), [], sink, sink, log_file=log_file)
+    worker.exit_code = code
+    worker.tail.feed("\n".join(lines).encode("utf-8", "replace"))
+    return worker
+
+
 @given(
     st.lists(st.text(max_size=300) | st.sampled_from(TRACEBACK), max_size=80), st.sampled_from([1, -9, -6, 3])
 )
 def test_the_block_has_at_most_20_lines(lines, code):
     lines = [line.replace("\n", " ").replace("\r", " ") for line in lines]
-    block = failure_block("worker 1", code, lines, log_file="d/worker-1.log", others=["worker 0", "worker 2"])
+    block = failure_block(failed := _ended(code, lines, "d/worker-1.log"), [failed, _ended(0), _ended(0)])
     assert block.count("\n") + 1 <= MOST_LINES
     assert block.startswith("──── kdist: worker 1 failed first") and block.endswith("d/worker-1.log")
 
 
 def test_exit_codes():
     assert [shell_exit_code(code) for code in (0, 3, -9, -15, 256 + 7)] == [0, 3, 137, 143, 7]
-    assert "SIGKILL (signal 9)" in failure_block("worker 1", -9, [])
-    assert "exit code 3" in failure_block("worker 1", 3, [])
+    assert "SIGKILL (signal 9)" in failure_block(_ended(-9), [])
+    assert "exit code 3" in failure_block(_ended(3), [])
 
 
 # ---- the worker that failed first
 
 
 def _judged(*workers):
-    supervisor = Supervisor([], JobPlan("job", 0, []))
+    supervisor = Supervisor([], JobPlan("job", 0, []), Sink(io.StringIO()))
     for exit_code, exited_at, traceback_at, *lost in workers:
         tail = types.SimpleNamespace(traceback_at=traceback_at, has_lost_another=bool(lost))
         supervisor._failures.append(
@@ -348,10 +358,13 @@ def test_whoever_has_lost_another_waits_for_it_to_end(lost, waits, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(supervisor_module, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     tail = types.SimpleNamespace(traceback_at=None, has_lost_another=lost)
-    failed = types.SimpleNamespace(alive=False, exit_code=1, exited_at=100.0, tail=tail, collect=lambda: True)
+    plan = types.SimpleNamespace(role="worker", helps=False)
+    failed = types.SimpleNamespace(
+        alive=False, exit_code=1, exited_at=100.0, tail=tail, plan=plan, collect=lambda: True
+    )
     other_tail = types.SimpleNamespace(traceback_at=None, has_lost_another=False)
-    leaves = types.SimpleNamespace(alive=True, exit_code=None, pid=0, tail=other_tail)
-    supervisor = Supervisor([failed, leaves], JobPlan("job", 2, []))
+    leaves = types.SimpleNamespace(alive=True, exit_code=None, pid=0, tail=other_tail, plan=plan)
+    supervisor = Supervisor([failed, leaves], JobPlan("job", 2, []), Sink(io.StringIO()))
     monkeypatch.setattr(supervisor, "_signal_all", lambda signum: None)
     monkeypatch.setattr(supervisor, "_kill_everything", lambda: None)
     supervisor._note_exit(failed)

@@ -7,12 +7,12 @@ import json
 import pytest
 
 from kdist.cluster.roles import server_cluster
-from kdist.launch.roles import plan_roles
+from kdist.launch.plan import plan_job
 from tests.helpers.ports import neighboring_ports
 
 
 def told(environ, *args, name="CUDA_VISIBLE_DEVICES", **kwargs):
-    plan = plan_roles(*args, environ=environ, **kwargs)
+    plan = plan_job(*args, environ=environ, **kwargs)
     plan.release_ports()
     return {task.name: task.environ.get(name) for task in plan.workers}
 
@@ -48,7 +48,7 @@ def test_an_evaluator_takes_no_worker_s_gpu(num_workers, gpus, expected):
 
 
 def test_every_task_finds_its_place_and_knows_the_secret():
-    plan = plan_roles(2, 2, True, backend="JAX", environ={"RANK": "3", "PATH": "p"}, extra={"MORE": "1"})
+    plan = plan_job(2, 2, True, backend="JAX", environ={"RANK": "3", "PATH": "p"}, extra={"MORE": "1"})
     plan.release_ports()
     assert plan.num_workers == 6
     for task in plan.workers:
@@ -82,12 +82,12 @@ def test_workers_that_are_all_alike_share_a_secret_too():
 def test_of_several_machines_the_first_has_the_evaluator():
     port = neighboring_ports(2)
     hosts = [f"127.0.0.1:{port}", f"127.0.0.1:{port + 1}"]
-    first = plan_roles(1, 0, True, hosts=hosts, host_index=0, environ={})
+    first = plan_job(1, 0, True, hosts=hosts, host_index=0, environ={})
     assert [task.name for task in first.workers] == ["worker 0", "evaluator"]
     config = json.loads(first.workers[1].environ["TF_CONFIG"])
     assert config == {"cluster": {"worker": hosts}, "task": {"type": "evaluator", "index": 0}}
-    second = plan_roles(1, 0, True, hosts=hosts, host_index=1, environ={})
+    second = plan_job(1, 0, True, hosts=hosts, host_index=1, environ={})
     assert [task.name for task in second.workers] == ["worker 1"]
     assert "KDIST_CLUSTER_TOKEN" not in second.workers[0].environ, "the launchers cannot agree on one"
-    kept = plan_roles(1, hosts=hosts, host_index=1, environ={"KDIST_CLUSTER_TOKEN": "own"})
+    kept = plan_job(1, hosts=hosts, host_index=1, environ={"KDIST_CLUSTER_TOKEN": "own"})
     assert kept.workers[0].environ["KDIST_CLUSTER_TOKEN"] == "own"

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from kdist.backends.coordination import after_lost_server
+from kdist.backends.coordination import after_lost_server, wait_for_tasks
 from kdist.cluster import ClusterSpec, environment, split_address
 from kdist.cluster.addresses import cannot_listen
 from kdist.cluster.roles import ServerCluster
-from kdist.control.waiting import Waiting
-from kdist.errors import WorkerLostError, WorkerTimeoutError
+from kdist.errors import WorkerLostError
 
 COORDINATOR = "/job:chief/replica:0/task:0/device:CPU:0"
 PATIENCE = 0.2
@@ -80,23 +79,13 @@ def native_spec(cluster: ServerCluster) -> tf.train.ClusterSpec:
 
 
 def require(tasks: Sequence[Task], timeout: float) -> None:
-    """Waits until all tasks accept connections.
-
-    Raises:
-        WorkerTimeoutError: If tasks do not join in time; the message names them.
-    """
-    deadline = time.monotonic() + timeout
-    waiting = Waiting([task.name for task in tasks], timeout)
-    missing = list(tasks)
-    while missing := [task for task in missing if not task.answers()]:
-        waiting.note([tasks.index(task) for task in missing])
-        if time.monotonic() > deadline:
-            raise WorkerTimeoutError(
-                f"These workers or servers did not join within {timeout:g} s: "
-                f"{', '.join(task.name for task in missing)}.",
-                hint="Start the script for these tasks as well. There, it must call `kdist.Server(...).join()`.",
-            )
-        time.sleep(PATIENCE)
+    """Waits until all tasks accept connections; see `wait_for_tasks`."""
+    wait_for_tasks(
+        [task.name for task in tasks],
+        lambda index: tasks[index].answers(),
+        lambda index, left: time.sleep(min(left, PATIENCE)),
+        timeout,
+    )
 
 
 def lost(tasks: Sequence[Task]) -> list[Task]:

@@ -25,6 +25,7 @@ _PORT = "2222"
 _JOIN_SECONDS = "1800"
 _WRONG_CALL = 2  # exit code of kdist and argparse, and of Python if the script is missing
 _WORKER = "worker"  # the name of the container
+_CLAIM = "-checkpoints"  # follows the name of the job
 _QUANTITY = re.compile(r"[1-9][0-9]*([KMGT]i?)?")
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 
@@ -106,8 +107,11 @@ def _head(request: Request, options: argparse.Namespace) -> str:
     return "".join(f"# {line}\n" for line in lines)
 
 
-def _claim_name(request: Request, options: argparse.Namespace) -> str:
-    return options.claim or f"{request.name}-checkpoints"
+def _object(
+    request: Request, kind: str, content: dict[str, Any], suffix: str = "", api: str = "v1"
+) -> dict[str, Any]:
+    metadata = {"name": request.name + suffix, "labels": _labels(request)}
+    return {"apiVersion": api, "kind": kind, "metadata": metadata, **content}
 
 
 def _labels(request: Request) -> dict[str, str]:
@@ -121,36 +125,20 @@ def _claim(request: Request, options: argparse.Namespace) -> dict[str, Any]:
     }
     if options.storage_class:
         spec["storageClassName"] = options.storage_class
-    return {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": {"name": _claim_name(request, options), "labels": _labels(request)},
-        "spec": spec,
-    }
+    return _object(request, "PersistentVolumeClaim", {"spec": spec}, _CLAIM)
 
 
 def _secret(request: Request) -> dict[str, Any]:
     """Returns the Secret with the token that authenticates the workers to each other."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": {"name": f"{request.name}-token", "labels": _labels(request)},
-        "stringData": {"token": request.variables.get(TOKEN_VARIABLE) or secrets.token_hex(16)},
-    }
+    token = request.variables.get(TOKEN_VARIABLE) or secrets.token_hex(16)
+    return _object(request, "Secret", {"stringData": {"token": token}}, "-token")
 
 
 def _service(request: Request) -> dict[str, Any]:
     """Returns the Service that gives the pods DNS names, even before they are ready."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": request.name, "labels": _labels(request)},
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": {"job-name": request.name},
-        },
-    }
+    selector = {"job-name": request.name}
+    spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector}
+    return _object(request, "Service", {"spec": spec})
 
 
 def _job(request: Request, options: argparse.Namespace) -> dict[str, Any]:
@@ -165,8 +153,7 @@ def _job(request: Request, options: argparse.Namespace) -> dict[str, Any]:
     if request.seconds is not None:
         spec["activeDeadlineSeconds"] = request.seconds
     spec["template"] = {"metadata": {"labels": _labels(request)}, "spec": _pod(request, options)}
-    metadata = {"name": request.name, "labels": _labels(request)}
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
+    return _object(request, "Job", {"spec": spec}, api="batch/v1")
 
 
 def _rules(request: Request) -> list[dict[str, Any]]:
@@ -211,7 +198,7 @@ def _pod(request: Request, options: argparse.Namespace) -> dict[str, Any]:
         "volumes": [
             {
                 "name": "checkpoints",
-                "persistentVolumeClaim": {"claimName": _claim_name(request, options)},
+                "persistentVolumeClaim": {"claimName": options.claim or request.name + _CLAIM},
             },
             {"name": "shared-memory", "emptyDir": shared_memory},
         ],

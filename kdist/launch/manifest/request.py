@@ -23,32 +23,18 @@ CHECKPOINTS = "CHECKPOINT_DIR"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """The description of a job, independent of the scheduler.
-
-    Args:
-        num_workers: The number of workers.
-        command: The command of each worker.
-        name: The name of the job.
-        cpus: The number of CPU cores per worker; `None` for the scheduler's default.
-        gpus: The number of GPUs per worker.
-        megabytes: The memory per worker, in units of 2**20 bytes; `None` for the scheduler's default.
-        seconds: The time limit of the job in seconds; `None` for the scheduler's default.
-        max_restarts: The maximum number of restarts after failures. Preemptions do not count.
-        grace: Seconds between the signal to save a checkpoint and the end of a worker.
-        checkpoint_dir: A directory that all workers share. Scripts read it from `CHECKPOINT_DIR`.
-        variables: Environment variables of the workers.
-    """
+    """The description of a job, independent of the scheduler."""
 
     num_workers: int
-    command: tuple[str, ...]
+    command: tuple[str, ...]  # of each worker
     name: str
-    cpus: int | None
-    gpus: int
-    megabytes: int | None
-    seconds: int | None
-    max_restarts: int
-    grace: int
-    checkpoint_dir: str
+    cpus: int | None  # per worker; `None` for the scheduler's default, also below
+    gpus: int  # per worker
+    megabytes: int | None  # of memory per worker, in units of 2**20 bytes
+    seconds: int | None  # the time limit of the job
+    max_restarts: int  # after failures; preemptions do not count
+    grace: int  # seconds between the signal to save a checkpoint and the end of a worker
+    checkpoint_dir: str  # shared by all workers; scripts read it from `CHECKPOINT_DIR`
     variables: dict[str, str]
 
 
@@ -105,6 +91,12 @@ def read_options(options: argparse.Namespace) -> Request:
     check_backend_name(backend)
     words = target(options, f"kdist manifest {options.scheduler} --num-workers 2 train.py")
     variables = {"PYTHONUNBUFFERED": "1", CHECKPOINTS: options.checkpoint_dir}
+    if not options.checkpoint_dir.isprintable() or not options.checkpoint_dir:
+        raise InvalidArgumentError(
+            "--checkpoint-dir is not a path.",
+            received={"checkpoint-dir": options.checkpoint_dir},
+            hint="For example: --checkpoint-dir /checkpoints",
+        )
     if backend:
         variables["KERAS_BACKEND"] = backend.lower()
     return Request(
@@ -117,7 +109,7 @@ def read_options(options: argparse.Namespace) -> Request:
         seconds=_seconds(options.time),
         max_restarts=whole_number("--max-restarts", options.max_restarts, 0),
         grace=whole_number("--grace-period", options.grace_period, 1),
-        checkpoint_dir=_one_line("--checkpoint-dir", options.checkpoint_dir),
+        checkpoint_dir=options.checkpoint_dir,
         variables=variables | environment_variables(options.env),
     )
 
@@ -164,13 +156,3 @@ def _seconds(text: str | None) -> int | None:
             hint="For a day and a half: --time 1-12:00:00",
         )
     return total
-
-
-def _one_line(option: str, text: str) -> str:
-    if not text or not text.isprintable():
-        raise InvalidArgumentError(
-            f"{option} is not a path.",
-            received={option.lstrip("-"): text},
-            hint=f"For example: {option} /checkpoints",
-        )
-    return text

@@ -61,10 +61,11 @@ def write(request: Request, options: argparse.Namespace) -> str:
         for name, value in _directives(request, options).items()
         if value is not None
     )
-    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in _variables(request).items())
-    step = _SRUN
+    variables, step = request.variables, _SRUN
     if request.cpus is not None:
+        variables = dict.fromkeys(THREADS, str(request.cpus)) | variables
         step += f" --cpus-per-task={request.cpus}"  # srun does not inherit it from sbatch
+    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
     step += f" {shlex.join(request.command)}"
     body = f"exec {step}\n"
     if request.max_restarts:
@@ -116,8 +117,3 @@ def _time(seconds: int) -> str:
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     return f"{days}-{hours:02}:{minutes:02}:{seconds:02}"
-
-
-def _variables(request: Request) -> dict[str, str]:
-    threads = {} if request.cpus is None else dict.fromkeys(THREADS, str(request.cpus))
-    return threads | request.variables

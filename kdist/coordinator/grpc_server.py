@@ -12,23 +12,15 @@ import numpy as np
 from kdist.cluster.roles import task_name
 from kdist.coordinator.group import GroupTask
 from kdist.coordinator.rpc import Handler, Message, Peer, Service
-from kdist.coordinator.store import Store
-from kdist.coordinator.worker import Task
+from kdist.coordinator.store import ParameterStore
+from kdist.coordinator.worker import SessionTask, Task
 from kdist.errors import StrategyScopeError
 
 if TYPE_CHECKING:
     from kdist.backends.coordination import Engine
 
 
-# The methods that can be called in a session: of servers, workers, and workers in a synchronous group.
-_METHODS = (
-    *("hold", "drop", "assign", "optimize", "pull", "pull_rows", "commit"),
-    *("ship", "own", "run"),
-    *("place", "join_group", "take_model", "step", "write"),
-)
-
-
-class OwnServer:
+class GrpcServer:
     """Serves the coordinator that connected last."""
 
     def __init__(self, address: str, job_name: str, engine: Engine, secret: str) -> None:
@@ -36,11 +28,12 @@ class OwnServer:
         self._engine = engine
         self._job_name = job_name
         self._session = ""
-        self._serves: Any = None
+        self._serves: ParameterStore | SessionTask | None = None
         self._handlers: Mapping[str, Handler] = {}
         self._lock = threading.Lock()
         self._secret = secret
-        methods = {name: self._forward(name) for name in _METHODS}
+        names = (*ParameterStore.METHODS, *Task.METHODS, *GroupTask.METHODS)
+        methods = {name: self._forward(name) for name in names}
         self._service = Service(address, methods | {"begin": self._begin}, self._secret)
 
     def join(self) -> None:
@@ -51,19 +44,15 @@ class OwnServer:
         with self._lock:
             self._session = header["session"]
             if self._job_name == "ps":
-                self._serves = Store(self._engine)
+                self._serves = ParameterStore(self._engine)
             else:
-                if self._serves is not None:
+                if isinstance(self._serves, SessionTask):
                     self._serves.close()
                 addresses = header["servers"]
                 peers = [Peer(task_name("ps", i, one), one, self._secret) for i, one in enumerate(addresses)]
-                if header["synchronous"]:
-                    self._serves = GroupTask(
-                        self._engine, header["index"], self._address, self._session, peers
-                    )
-                else:
-                    self._serves = Task(self._engine, header["index"], self._session, peers)
-            self._handlers = self._serves.handlers()
+                task = GroupTask if header["synchronous"] else Task
+                self._serves = task(self._engine, header["index"], self._address, self._session, peers)
+            self._handlers = {name: getattr(self._serves, name) for name in self._serves.METHODS}
         return {}, ()
 
     def _forward(self, name: str) -> Handler:
