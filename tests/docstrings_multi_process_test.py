@@ -22,8 +22,8 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 # Blocks that cannot run here, with the reason. Lines with `>>>` always run.
 NOT_RUN = {
-    "kdist.cluster.gce.GCEClusterResolver": "asks Google",
-    "kdist.cluster.kubernetes.KubernetesClusterResolver": "asks Kubernetes",
+    "kdist.cluster.cloud.GCEClusterResolver": "asks Google",
+    "kdist.cluster.cloud.KubernetesClusterResolver": "asks Kubernetes",
     "kdist.backends.coordination.experimental_get_current_worker_index": "needs a cluster, as the next ones",
     "kdist.coordinator.cluster_coordinator.ClusterCoordinator": "see tests/docs/examples_multi_process_test.py",
     "kdist.coordinator.server.Server": "see there",

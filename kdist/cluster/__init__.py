@@ -14,16 +14,23 @@ from kdist.cluster.addresses import (
     join_address,
     split_address,
 )
+from kdist.cluster.cloud import (
+    GCEClusterResolver,
+    KubernetesClusterResolver,
+    KubernetesExecutableLocation,
+)
 from kdist.cluster.cluster_spec import ClusterSpec
 from kdist.cluster.discovery import Cluster, alone_by_mistake, discover, survey
 from kdist.cluster.environment import keras_backend_choice, keras_backend_name, visible_gpus
 from kdist.cluster.errors import ClusterImportError, ClusterKeyError, ClusterRuntimeError, ClusterTypeError
-from kdist.cluster.gce import GCEClusterResolver
 from kdist.cluster.gpus import may_have_gpus, own_gpus
-from kdist.cluster.indexed_job import IndexedJobClusterResolver
 from kdist.cluster.interfaces import choose_nccl_interface, interface_towards
-from kdist.cluster.kubeflow import JAXClusterResolver, PETClusterResolver
-from kdist.cluster.kubernetes import KubernetesClusterResolver, KubernetesExecutableLocation
+from kdist.cluster.pods import (
+    IndexedJobClusterResolver,
+    JAXClusterResolver,
+    LeaderWorkerSetClusterResolver,
+    PETClusterResolver,
+)
 from kdist.cluster.process_variables import (
     KerasClusterResolver,
     MPIClusterResolver,
@@ -31,15 +38,10 @@ from kdist.cluster.process_variables import (
 )
 from kdist.cluster.resolver import ClusterResolver, SimpleClusterResolver, UnionResolver
 from kdist.cluster.sagemaker import SageMakerClusterResolver
-from kdist.cluster.schedulers import (
-    FluxClusterResolver,
-    LeaderWorkerSetClusterResolver,
-    LSFClusterResolver,
-)
+from kdist.cluster.schedulers import FluxClusterResolver, LSFClusterResolver
 from kdist.cluster.slurm import SlurmClusterResolver, expand_hostlist, expand_tasks_per_node
-from kdist.cluster.tf_config import TFConfigClusterResolver
+from kdist.cluster.tf_config import TFConfigClusterResolver, VertexClusterResolver
 from kdist.cluster.tpu import TPUClusterResolver, TPUSystemMetadata
-from kdist.cluster.vertex import VertexClusterResolver
 
 __all__ = [
     "Cluster",

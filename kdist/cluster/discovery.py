@@ -68,10 +68,7 @@ class Cluster:
     @property
     def worker_names(self) -> tuple[str, ...]:
         """The names of the workers for messages, such as "worker 1 (host1:2222)"."""
-        return tuple(
-            f"worker {index} ({address})" if address else f"worker {index}"
-            for index, address in enumerate(self.addresses)
-        )
+        return tuple(roles.task_name("worker", i, address) for i, address in enumerate(self.addresses))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,64 +244,41 @@ def _from_resolver(resolver: Any, source: str) -> Cluster:
 
 def _check_task(spec: ClusterSpec, task_type: Any, task_id: Any, source: str) -> None:
     described = {"cluster": spec.as_dict(), "type": task_type, "index": task_id}
+
+    def check(condition: bool, problem: str, hint: str = _TASK_HINT) -> None:
+        require(condition, f"{source}: {problem}", hint, **described)
+
     for job in spec.jobs:
-        require(
-            job in KNOWN_JOBS,
-            f"{source}: the job {job!r} is not one of {_JOBS}.",
-            "Rename the job, or remove it from the cluster.",
-            job=job,
-        )
-    require(
-        task_type is not None and task_id is not None,
-        f"{source}: the task type or the task index of this process is missing.",
-        _TASK_HINT,
-        **described,
-    )
-    require(
-        task_type in KNOWN_JOBS,
-        f"{source}: the task type of this process is not one of {_JOBS}.",
-        _TASK_HINT,
-        **described,
-    )
-    require(
+        problem = f"{source}: the job {job!r} is not one of {_JOBS}."
+        require(job in KNOWN_JOBS, problem, "Rename the job, or remove it from the cluster.", job=job)
+    known = task_type is not None and task_id is not None
+    check(known, "the task type or the task index of this process is missing.")
+    check(task_type in KNOWN_JOBS, f"the task type of this process is not one of {_JOBS}.")
+    check(
         task_type != "ps",
-        f"{source}: this process is a parameter server, which does not train, so it cannot use this strategy.",
+        "this process is a parameter server, which does not train, so it cannot use this strategy.",
         "Start this script only for the jobs chief and worker.",
-        **described,
     )
     if task_type == "evaluator":
         return  # the cluster need not contain it, because no task connects to it
-    require(
-        task_type in spec.jobs,
-        f"{source}: the task type of this process is not a job of the cluster.",
-        _TASK_HINT,
-        **described,
-    )
+    check(task_type in spec.jobs, "the task type of this process is not a job of the cluster.")
     indices = spec.task_indices(task_type)
     in_range = isinstance(task_id, int) and not isinstance(task_id, bool) and task_id in indices
-    require(
-        in_range,
-        f"{source}: the task index of this process is not one of {indices}.",
-        _TASK_HINT,
-        **described,
-    )
+    check(in_range, f"the task index of this process is not one of {indices}.")
     chiefs = spec.num_tasks("chief") if "chief" in spec.jobs else 0
-    require(
+    check(
         chiefs <= 1,
-        f"{source}: the cluster has more than one chief.",
+        "the cluster has more than one chief.",
         "Keep one task in the job chief, and move the others to the job worker.",
-        **described,
     )
-    if "worker" in spec.jobs:
-        known = spec.task_indices("worker")
-        missing = sorted(set(range(max(known, default=-1) + 1)) - set(known))
-        # If there is a chief, Kubeflow numbers the workers from 0 or from 1. Both lists are complete.
-        require(
-            not missing or (missing == [0] and chiefs == 1),
-            f"{source}: the cluster has no address for the workers {missing}.",
-            "List all workers without a gap in the indices.",
-            **described,
-        )
+    workers = spec.job_tasks("worker") if "worker" in spec.jobs else []
+    missing = [index for index, address in enumerate(workers) if address is None]
+    # If there is a chief, Kubeflow numbers the workers from 0 or from 1. Both lists are complete.
+    check(
+        not missing or (missing == [0] and chiefs == 1),
+        f"the cluster has no address for the workers {missing}.",
+        "List all workers without a gap in the indices.",
+    )
 
 
 def _single(

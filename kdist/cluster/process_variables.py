@@ -11,6 +11,7 @@ from kdist.cluster.addresses import join_address, split_address
 from kdist.cluster.cluster_spec import ClusterSpec
 from kdist.cluster.resolver import ClusterResolver, Task, format_master, require
 
+KERAS_NAMES = tuple(f"KERAS_DISTRIBUTION_{name}" for name in ("JOB_ADDRESSES", "NUM_PROCESSES", "PROCESS_ID"))
 MOST_WORKERS = 100_000  # a WORLD_SIZE of 999999999 is a mistake, and its list of addresses would be too large
 
 
@@ -40,6 +41,7 @@ class ProcessClusterResolver(ClusterResolver):
     """
 
     _task_type: str | None = "worker"  # fixed, so that it is available without reading a variable
+    _HINT = ""  # of all errors about the variables
 
     def __init__(self, rpc_layer: str | None = None, *, environ: Mapping[str, str] | None = None) -> None:
         self._rpc_layer = rpc_layer
@@ -50,12 +52,16 @@ class ProcessClusterResolver(ClusterResolver):
         return Task(task_type="worker", task_id=self.layout.worker_index)
 
     @abc.abstractmethod
+    def _read(self, variables: Variables) -> ProcessLayout:
+        """Reads and validates the variables of the source."""
+
     def read_layout(self, environ: Mapping[str, str]) -> ProcessLayout:
         """Reads and validates the variables. The properties call it at each access.
 
         Raises:
             ClusterConfigError: If a variable is missing or invalid. The message contains its name.
         """
+        return self._read(Variables(environ, self._HINT))
 
     @property
     def layout(self) -> ProcessLayout:
@@ -84,71 +90,70 @@ class ProcessClusterResolver(ClusterResolver):
         return format_master(coordinator, rpc_layer or self.rpc_layer) if coordinator else ""
 
 
-def read_count(environ: Mapping[str, str], name: str, hint: str, default: int | None = None) -> int:
-    """Reads a non-negative integer. Errors contain the name of the variable."""
-    text = environ.get(name)
-    if text is None and default is not None:
-        return default
-    require(text is not None, f"`{name}` is not set.", hint, **{name: text})
-    text = (text or "").strip()
-    valid = text.isascii() and text.isdigit() and len(text) < 10
-    require(valid, f"`{name}` is not a non-negative integer.", hint, **{name: environ.get(name)})
-    return int(text)
+@dataclasses.dataclass(frozen=True)
+class Variables:
+    """Reads and validates the variables of a source. Errors contain their names and the hint of the source."""
 
+    environ: Mapping[str, str]
+    hint: str
 
-def read_index(environ: Mapping[str, str], index_name: str, count_name: str, hint: str) -> tuple[int, int]:
-    """Reads the index of a process and the number of processes, and checks that they are consistent."""
-    index, count = (read_count(environ, name, hint) for name in (index_name, count_name))
-    require(
-        1 <= count <= MOST_WORKERS,
-        f"`{count_name}` is not between 1 and {MOST_WORKERS}.",
-        hint,
-        **{count_name: count},
-    )
-    require(
-        index < count,
-        f"`{index_name}` is not smaller than `{count_name}`.",
-        hint,
-        **{index_name: index, count_name: count},
-    )
-    return index, count
+    def text(self, name: str) -> str:
+        """Returns the value of a variable without spaces around it, or "" if it is not set."""
+        return self.environ.get(name, "").strip()
 
+    def require(self, condition: bool, problem: str, **received: object) -> None:
+        """Raises `ClusterConfigError` unless a condition holds."""
+        require(condition, problem, self.hint, **received)
 
-def read_place(
-    environ: Mapping[str, str], names: tuple[str, str, str, str], hint: str
-) -> tuple[int, int, int, int]:
-    """Reads the index, count, local index and local count, and checks that they are consistent."""
-    index_name, count_name, local_index_name, local_count_name = names
-    index, count = read_index(environ, index_name, count_name, hint)
-    local_index = read_count(environ, local_index_name, hint, default=0)
-    local_count = read_count(environ, local_count_name, hint, default=max(1, local_index + 1))
-    require(
-        local_index < local_count <= count,
-        f"The variables do not match: `{local_index_name}` must be smaller than `{local_count_name}`, which must be at "
-        f"most `{count_name}`.",
-        hint,
-        **{local_index_name: local_index, local_count_name: local_count, count_name: count},
-    )
-    return index, count, local_index, local_count
+    def count(self, name: str, default: int | None = None) -> int:
+        """Reads a non-negative integer."""
+        given = self.environ.get(name)
+        if given is None and default is not None:
+            return default
+        self.require(given is not None, f"`{name}` is not set.", **{name: given})
+        text = self.text(name)
+        valid = text.isascii() and text.isdigit() and len(text) < 10
+        self.require(valid, f"`{name}` is not a non-negative integer.", **{name: given})
+        return int(text)
 
+    def index(self, index_name: str, count_name: str) -> tuple[int, int]:
+        """Reads the index of a process and the number of processes, and checks that they are consistent."""
+        index, count = self.count(index_name), self.count(count_name)
+        in_range = 1 <= count <= MOST_WORKERS
+        self.require(in_range, f"`{count_name}` is not between 1 and {MOST_WORKERS}.", **{count_name: count})
+        received = {index_name: index, count_name: count}
+        self.require(index < count, f"`{index_name}` is not smaller than `{count_name}`.", **received)
+        return index, count
 
-def read_address(environ: Mapping[str, str], host_name: str, port_name: str, hint: str) -> str:
-    """Reads the address of worker 0 from two variables with its host and port."""
-    host = (environ.get(host_name) or "").strip()
-    require(
-        bool(host),
-        f"`{host_name}`, the host of worker 0, is not set.",
-        hint,
-        **{host_name: environ.get(host_name)},
-    )
-    port = read_count(environ, port_name, hint)
-    address = join_address(host, port) if not host.startswith("[") else f"{host}:{port}"
-    split_address(address, f"{host_name}:{port_name}")
-    return address
+    def place(
+        self, index_name: str, count_name: str, local_index_name: str, local_count_name: str
+    ) -> tuple[int, int, int, int]:
+        """Reads the index, count, local index and local count, and checks that they are consistent."""
+        index, count = self.index(index_name, count_name)
+        local_index = self.count(local_index_name, default=0)
+        local_count = self.count(local_count_name, default=max(1, local_index + 1))
+        self.require(
+            local_index < local_count <= count,
+            f"The variables do not match: `{local_index_name}` must be smaller than `{local_count_name}`, which must "
+            f"be at most `{count_name}`.",
+            **{local_index_name: local_index, local_count_name: local_count, count_name: count},
+        )
+        return index, count, local_index, local_count
 
+    def address(self, host_name: str = "MASTER_ADDR", port_name: str = "MASTER_PORT") -> str:
+        """Reads the address of worker 0 from two variables with its host and port."""
+        host = self.text(host_name)
+        received = {host_name: self.environ.get(host_name)}
+        self.require(bool(host), f"`{host_name}`, the host of worker 0, is not set.", **received)
+        port = self.count(port_name)
+        address = join_address(host, port) if not host.startswith("[") else f"{host}:{port}"
+        split_address(address, f"{host_name}:{port_name}")
+        return address
 
-def _master_address(environ: Mapping[str, str], hint: str) -> str:
-    return read_address(environ, "MASTER_ADDR", "MASTER_PORT", hint)
+    def address_or(self, host: str, job_names: Iterable[str]) -> str:
+        """Like `address`, but the default is `host`, with a port derived from names of the job."""
+        given = {"MASTER_ADDR": host, "MASTER_PORT": str(stable_port(job_names)), **self.environ}
+        return Variables(given, self.hint).address()
 
 
 class TorchrunClusterResolver(ProcessClusterResolver):
@@ -173,11 +178,11 @@ class TorchrunClusterResolver(ProcessClusterResolver):
 
     _HINT = "Start the script with torchrun:\ntorchrun --nproc-per-node=2 train.py"
 
-    def read_layout(self, environ: Mapping[str, str]) -> ProcessLayout:
-        """Reads torchrun's variables; see the base class."""
+    def _read(self, variables: Variables) -> ProcessLayout:
+        environ = variables.environ
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        index, count, local_index, local_count = read_place(environ, names, self._HINT)
-        first = _master_address(environ, self._HINT) if count > 1 else None
+        index, count, local_index, local_count = variables.place(*names)
+        first = variables.address() if count > 1 else None
         # torchrun's agent listens at MASTER_PORT itself, so no worker can. The process group of Ray's
         # TorchTrainer does the same, and only Ray sets both of the other variables.
         agent = environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
@@ -222,35 +227,25 @@ class MPIClusterResolver(ProcessClusterResolver):
         "PBS_JOBID",
     )
 
-    def read_layout(self, environ: Mapping[str, str]) -> ProcessLayout:
-        """Reads the variables of Open MPI or PMI; see the base class."""
+    def _read(self, variables: Variables) -> ProcessLayout:
+        environ = variables.environ
         names = self._OPEN_MPI if any(name in environ for name in self._OPEN_MPI[:2]) else self._PMI
-        index, count, local_index, local_count = read_place(environ, names, self._HINT)
-        first = None
-        if count > 1:
-            first = self._first_address(environ, alone=local_count == count and names[3] in environ)
-        return ProcessLayout(count, index, (first, *[None] * (count - 1)), local_index, local_count)
-
-    def _first_address(self, environ: Mapping[str, str], alone: bool) -> str:
-        if "MASTER_ADDR" in environ:
-            return _master_address({"MASTER_PORT": str(self._job_port(environ)), **environ}, self._HINT)
-        if alone:
-            return join_address("127.0.0.1", self._job_port(environ))
-        # "1234.0;tcp://10.0.0.1,172.17.0.1:39000" contains the interfaces of the machine where mpirun runs
-        _, _, where = environ.get("OMPI_MCA_orte_hnp_uri", "").partition("tcp://")
-        host = where.partition(",")[0].partition(":")[0].partition(";")[0]
-        require(
-            bool(host),
+        index, count, local_index, local_count = variables.place(*names)
+        if count == 1:
+            return ProcessLayout(count, index, (None,), local_index, local_count)
+        if local_count == count and names[3] in environ:
+            host = "127.0.0.1"
+        else:
+            # "1234.0;tcp://10.0.0.1,172.17.0.1:39000" contains the interfaces of the machine where mpirun runs
+            _, _, where = environ.get("OMPI_MCA_orte_hnp_uri", "").partition("tcp://")
+            host = where.partition(",")[0].partition(":")[0].partition(";")[0]
+        variables.require(
+            bool(host) or "MASTER_ADDR" in environ,
             "The address of rank 0 is unknown. MPI does not set it on several machines.",
-            self._HINT,
             MASTER_ADDR=None,
         )
-        return join_address(host, self._job_port(environ))
-
-    def _job_port(self, environ: Mapping[str, str]) -> int:
-        if "MASTER_PORT" in environ:
-            return read_count(environ, "MASTER_PORT", self._HINT)
-        return stable_port(environ.get(name, "") for name in self._JOB_NAMES)
+        first = variables.address_or(host, (environ.get(name, "") for name in self._JOB_NAMES))
+        return ProcessLayout(count, index, (first, *[None] * (count - 1)), local_index, local_count)
 
 
 def stable_port(names: Iterable[str]) -> int:
@@ -288,36 +283,22 @@ class KerasClusterResolver(ProcessClusterResolver):
         "KERAS_DISTRIBUTION_PROCESS_ID=0"
     )
 
-    def read_layout(self, environ: Mapping[str, str]) -> ProcessLayout:
-        """Reads the variables of `keras.distribution`; see the base class."""
-        prefix = "KERAS_DISTRIBUTION_"
-        listed = environ.get(f"{prefix}JOB_ADDRESSES", "").strip()
+    def _read(self, variables: Variables) -> ProcessLayout:
+        addresses_name, count_name, index_name = KERAS_NAMES
+        listed = variables.text(addresses_name)
         addresses = tuple(part.strip() for part in listed.split(",")) if listed else ()
         for position, address in enumerate(addresses):
-            split_address(address, f"{prefix}JOB_ADDRESSES[{position}]")
-        default = max(1, len(addresses)) if len(addresses) != 1 else None
-        count = read_count(environ, f"{prefix}NUM_PROCESSES", self._HINT, default=default)
-        require(
-            1 <= count <= MOST_WORKERS,
-            f"`{prefix}NUM_PROCESSES` is not between 1 and {MOST_WORKERS}.",
-            self._HINT,
-            NUM_PROCESSES=count,
-        )
-        index = read_count(environ, f"{prefix}PROCESS_ID", self._HINT, default=0 if count == 1 else None)
-        require(
-            index < count,
-            f"`{prefix}PROCESS_ID` is not smaller than `{prefix}NUM_PROCESSES`.",
-            self._HINT,
-            PROCESS_ID=index,
-            NUM_PROCESSES=count,
-        )
-        require(
+            split_address(address, f"{addresses_name}[{position}]")
+        given = dict(variables.environ)
+        if len(addresses) != 1:
+            given.setdefault(count_name, str(max(1, len(addresses))))
+        if given.get(count_name, "").strip() == "1":
+            given.setdefault(index_name, "0")
+        index, count = Variables(given, self._HINT).index(index_name, count_name)
+        variables.require(
             len(addresses) in ((0, 1) if count == 1 else (1, count))
             and len(set(addresses)) == len(addresses),
-            f"`{prefix}JOB_ADDRESSES` contains neither one address nor a different address for each process.",
-            self._HINT,
-            JOB_ADDRESSES=listed,
-            NUM_PROCESSES=count,
+            f"`{addresses_name}` contains neither one address nor a different address for each process.",
+            **{addresses_name: listed, count_name: count},
         )
-        known = (*addresses, *[None] * (count - len(addresses)))
-        return ProcessLayout(count, index, known)
+        return ProcessLayout(count, index, (*addresses, *[None] * (count - len(addresses))))

@@ -140,16 +140,19 @@ class ClusterResolver(abc.ABC):
         self._rpc_layer = rpc_layer
 
 
-def master_of_task(
-    resolver: ClusterResolver, task_type: str | None, task_id: int | None, rpc_layer: str | None
-) -> str:
-    """Returns the address of the given task or of the resolver's task, or an empty string without a task."""
-    task_type = resolver.task_type if task_type is None else task_type
-    task_id = resolver.task_id if task_id is None else task_id
-    if task_type is None or task_id is None:
-        return ""
-    address = resolver.cluster_spec().task_address(task_type, task_id)
-    return format_master(address, rpc_layer or resolver.rpc_layer)
+class TaskClusterResolver(ClusterResolver):
+    """Base class of resolvers whose `master()` is the task of this process."""
+
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """Returns the address of the given task. Defaults to this task, or to "" if it is unknown."""
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
+        if task_type is None or task_id is None:
+            return ""
+        address = self.cluster_spec().task_address(task_type, task_id)
+        return format_master(address, rpc_layer or self.rpc_layer)
 
 
 class SimpleClusterResolver(ClusterResolver):

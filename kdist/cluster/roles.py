@@ -156,12 +156,13 @@ def server_cluster(resolver: Any = None, environ: Mapping[str, str] | None = Non
     _check_jobs(spec)
     _check_addresses(spec)
     task_type, task_id = _own_task(spec, resolver.task_type, resolver.task_id)
+    addresses = {job: tuple(spec.task_address(job, i) for i in spec.task_indices(job)) for job in spec.jobs}
     return ServerCluster(
         task_type,
         task_id,
-        _all_of(spec, "worker"),
-        _all_of(spec, "ps"),
-        chief=next(iter(_all_of(spec, "chief")), None),
+        addresses["worker"],
+        addresses["ps"],
+        chief=next(iter(addresses.get("chief", ())), None),
         rpc_layer=getattr(resolver, "rpc_layer", None),
     )
 
@@ -231,35 +232,23 @@ def describe(spec: ClusterSpec, task_type: str, task_id: int) -> str:
 def _check_jobs(spec: ClusterSpec) -> None:
     received: dict[str, Any] = {"cluster": spec.as_dict()}
     counts = {job: spec.num_tasks(job) for job in spec.jobs}
-    if "master" in counts:
-        raise ClusterConfigError(
-            'The cluster has a job "master", the name of the job "chief" in TensorFlow 1.',
-            received=received,
-            hint='Remove the job "master".' if "chief" in counts else 'Rename the job to "chief".',
-        )
+    require(
+        "master" not in counts,
+        'The cluster has a job "master", the name of the job "chief" in TensorFlow 1.',
+        'Remove the job "master".' if "chief" in counts else 'Rename the job to "chief".',
+        **received,
+    )
     for job in spec.jobs:
         require(job in KNOWN_JOBS, f"The job {job!r} is not one of {_JOBS}.", _EXAMPLE, job=job, **received)
     for job in _ONE_OF_A_KIND:
-        require(
-            counts.get(job, 0) <= 1,
-            f'The cluster has more than one task of the job "{job}".',
-            f'Keep one task of the job "{job}".',
-            **received,
-        )
+        problem = f'The cluster has more than one task of the job "{job}".'
+        require(counts.get(job, 0) <= 1, problem, f'Keep one task of the job "{job}".', **received)
     for job, what in (("worker", "worker,"), ("ps", "parameter server, a task of the job ps,")):
-        require(
-            counts.get(job, 0) > 0,
-            f"The cluster has no {what} but training with parameter servers needs at least one.",
-            _EXAMPLE,
-            **received,
-        )
-        missing = sorted(set(range(max(spec.task_indices(job)))) - set(spec.task_indices(job)))
-        require(
-            not missing,
-            f"The cluster has no address for {task_name(job, missing[0]) if missing else ''}.",
-            "List all tasks without a gap in the indices.",
-            **received,
-        )
+        problem = f"The cluster has no {what} but training with parameter servers needs at least one."
+        require(counts.get(job, 0) > 0, problem, _EXAMPLE, **received)
+        for index, address in enumerate(spec.job_tasks(job)):
+            problem = f"The cluster has no address for {task_name(job, index)}."
+            require(bool(address), problem, "List all tasks without a gap in the indices.", **received)
 
 
 def _check_addresses(spec: ClusterSpec) -> None:
@@ -302,9 +291,3 @@ def _own_task(spec: ClusterSpec, task_type: Any, task_id: Any) -> tuple[str, int
         **received,
     )
     return task_type, task_id
-
-
-def _all_of(spec: ClusterSpec, job: str) -> tuple[str, ...]:
-    return (
-        tuple(spec.task_address(job, index) for index in spec.task_indices(job)) if job in spec.jobs else ()
-    )

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 from kdist.cluster.addresses import join_address, split_address
 from kdist.cluster.cluster_spec import ClusterSpec
-from kdist.cluster.resolver import ClusterResolver, Task, master_of_task, require
+from kdist.cluster.resolver import Task, TaskClusterResolver, require
 
 _HINT = 'Set the variables as SageMaker does, for example:\nSM_HOSTS=\'["algo-1", "algo-2"]\' SM_CURRENT_HOST=algo-1'
 
 
-class SageMakerClusterResolver(ClusterResolver):
+class SageMakerClusterResolver(TaskClusterResolver):
     """Reads the cluster of a SageMaker training job. Every host is a worker.
 
     `SM_HOSTS` lists the hosts, and `SM_CURRENT_HOST` is the name of this host. As in `tf.distribute`, the
@@ -59,8 +59,8 @@ class SageMakerClusterResolver(ClusterResolver):
             hosts = json.loads(text or "null")
         except (ValueError, RecursionError):
             hosts = None
-        if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) for host in hosts):
-            require(False, "`SM_HOSTS` is not a JSON list of host names.", _HINT, SM_HOSTS=text)
+        valid = isinstance(hosts, list) and bool(hosts) and all(isinstance(host, str) for host in hosts)
+        require(valid, "`SM_HOSTS` is not a JSON list of host names.", _HINT, SM_HOSTS=text)
         require(len(set(hosts)) == len(hosts), "`SM_HOSTS` contains a host twice.", _HINT, SM_HOSTS=text)
         for host in hosts:
             split_address(join_address(host, int(self._port)), "SM_HOSTS")
@@ -68,13 +68,8 @@ class SageMakerClusterResolver(ClusterResolver):
 
     def _described(self) -> Task:
         hosts, own = self._hosts(), self._environ.get("SM_CURRENT_HOST")
-        require(
-            own in hosts,
-            "`SM_CURRENT_HOST` is not in `SM_HOSTS`.",
-            _HINT,
-            SM_CURRENT_HOST=own,
-            SM_HOSTS=hosts,
-        )
+        received = {"SM_CURRENT_HOST": own, "SM_HOSTS": hosts}
+        require(own in hosts, "`SM_CURRENT_HOST` is not in `SM_HOSTS`.", _HINT, **received)
         return Task(task_type="worker", task_id=hosts.index(str(own)))
 
     def cluster_spec(self) -> ClusterSpec:
@@ -89,6 +84,4 @@ class SageMakerClusterResolver(ClusterResolver):
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
         """Returns the address of the given task. Defaults to this task. With a single host, returns ""."""
-        if len(self._hosts()) == 1:
-            return ""
-        return master_of_task(self, task_type, task_id, rpc_layer)
+        return "" if len(self._hosts()) == 1 else super().master(task_type, task_id, rpc_layer)

@@ -1,7 +1,6 @@
-"""Resolvers for schedulers that start one process per worker: Flux, LSF's `jsrun` and LeaderWorkerSet.
+"""Resolvers for schedulers that start one process per worker: Flux and LSF's `jsrun`.
 
-For the variables, see Flux's manual page flux-environment(7), LSF's environment variable reference, and
-LeaderWorkerSet's reference of labels and variables.
+For the variables, see Flux's manual page flux-environment(7) and LSF's environment variable reference.
 """
 
 from __future__ import annotations
@@ -10,18 +9,7 @@ import contextlib
 import os
 from collections.abc import Mapping
 
-from kdist.cluster.addresses import join_address, split_address
-from kdist.cluster.process_variables import (
-    ProcessClusterResolver,
-    ProcessLayout,
-    read_address,
-    read_count,
-    read_index,
-    read_place,
-    stable_port,
-)
-from kdist.cluster.resolver import require
-from kdist.cluster.tpu_slice import PORT
+from kdist.cluster.process_variables import ProcessClusterResolver, ProcessLayout, Variables
 
 FLUX_NAMES = ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_NNODES")
 LSF_NAMES = (
@@ -31,7 +19,6 @@ LSF_NAMES = (
     "JSM_NAMESPACE_LOCAL_SIZE",
 )
 LSF_HOSTS = ("LSB_MCPU_HOSTS", "LSB_DJOB_HOSTFILE")
-LEADER, GROUP_SIZE, INDEX = LWS_NAMES = ("LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX")
 
 
 class FluxClusterResolver(ProcessClusterResolver):
@@ -56,18 +43,14 @@ class FluxClusterResolver(ProcessClusterResolver):
 
     _HINT = "Pass the host of task 0:\nflux run --env=MASTER_ADDR=host0 python train.py"
 
-    def read_layout(self, environ: Mapping[str, str]) -> ProcessLayout:
-        """Reads Flux's variables; see the base class."""
-        count = read_count(environ, FLUX_NAMES[1], self._HINT)
-        nodes = max(1, read_count(environ, FLUX_NAMES[3], self._HINT, default=1))
+    def _read(self, variables: Variables) -> ProcessLayout:
+        count = variables.count(FLUX_NAMES[1])
+        nodes = max(1, variables.count(FLUX_NAMES[3], default=1))
         # Flux does not set the number of tasks per node. Usually it is the same on all nodes.
         local = {"tasks per node": str(count // nodes)} if nodes == 1 or count % nodes == 0 else {}
-        index, count, local_index, local_count = read_place(
-            {**environ, **local}, (*FLUX_NAMES[:3], "tasks per node"), self._HINT
-        )
-        job = [environ.get("FLUX_JOB_ID", "")]
-        first = _first_address(environ, count, "127.0.0.1" if nodes == 1 else "", job, self._HINT)
-        return ProcessLayout(count, index, first, local_index, local_count)
+        place = Variables({**variables.environ, **local}, self._HINT).place(*FLUX_NAMES[:3], "tasks per node")
+        host = "127.0.0.1" if nodes == 1 else ""
+        return _layout(variables, place, host, variables.environ.get("FLUX_JOB_ID", ""))
 
 
 class LSFClusterResolver(ProcessClusterResolver):
@@ -93,15 +76,13 @@ class LSFClusterResolver(ProcessClusterResolver):
 
     _HINT = "Pass the host of task 0:\njsrun -E MASTER_ADDR=host0 python train.py"
 
-    def read_layout(self, environ: Mapping[str, str]) -> ProcessLayout:
-        """Reads the variables of `jsrun` and LSF; see the base class."""
-        index, count, local_index, local_count = read_place(environ, LSF_NAMES, self._HINT)
-        hosts = lsf_hosts(environ)
+    def _read(self, variables: Variables) -> ProcessLayout:
+        place = _, count, _, local_count = variables.place(*LSF_NAMES)
+        hosts = lsf_hosts(variables.environ)
         host = hosts[1] if len(hosts) > 1 else "".join(hosts)
-        if local_count == count and LSF_NAMES[3] in environ:
+        if local_count == count and LSF_NAMES[3] in variables.environ:
             host = "127.0.0.1"
-        first = _first_address(environ, count, host, [environ.get("LSB_JOBID", "")], self._HINT)
-        return ProcessLayout(count, index, first, local_index, local_count)
+        return _layout(variables, place, host, variables.environ.get("LSB_JOBID", ""))
 
 
 def lsf_hosts(environ: Mapping[str, str]) -> list[str]:
@@ -121,51 +102,8 @@ def lsf_hosts(environ: Mapping[str, str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _first_address(
-    environ: Mapping[str, str], count: int, host: str, job: list[str], hint: str
-) -> tuple[str | None, ...]:
-    """Returns the address of worker 0, which the user may set, and `None` for the other workers."""
-    if count == 1:
-        return (None,)
-    given = {"MASTER_ADDR": host, "MASTER_PORT": str(stable_port(job)), **environ}
-    return (read_address(given, "MASTER_ADDR", "MASTER_PORT", hint), *[None] * (count - 1))
-
-
-class LeaderWorkerSetClusterResolver(ProcessClusterResolver):
-    """Reads the cluster of a group in a Kubernetes LeaderWorkerSet. Every pod is a worker.
-
-    `LWS_WORKER_INDEX` is the index of the pod in its group, and `LWS_GROUP_SIZE` the number of pods.
-    `LWS_LEADER_ADDRESS` is the host of the leader, which is worker 0. Keras Kinetic starts scripts this way.
-
-    Args:
-        rpc_layer: The protocol of TensorFlow's tasks.
-        environ: The environment variables. Defaults to `os.environ`.
-
-    Example:
-
-    >>> from kdist.cluster import LeaderWorkerSetClusterResolver
-    >>> resolver = LeaderWorkerSetClusterResolver(environ={
-    ...     "LWS_LEADER_ADDRESS": "train-0.train.default", "LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "1"})
-    >>> resolver.task_id, resolver.master()
-    (1, 'train-0.train.default:8482')
-    """
-
-    _HINT = (
-        "Use LeaderWorkerSet 0.6 or later, which sets LWS_WORKER_INDEX. With older versions, set it in the pod "
-        "template from the label leaderworkerset.sigs.k8s.io/worker-index."
-    )
-
-    def read_layout(self, environ: Mapping[str, str]) -> ProcessLayout:
-        """Reads the variables of the group's pods; see the base class."""
-        index, count = read_index(environ, INDEX, GROUP_SIZE, self._HINT)
-        host = environ.get(LEADER, "").strip()
-        require(
-            bool(host) or count == 1,
-            f"`{LEADER}`, the host of the leader, is not set.",
-            self._HINT,
-            **{LEADER: host},
-        )
-        first = join_address(host, PORT) if host else None
-        if first is not None:
-            split_address(first, LEADER)
-        return ProcessLayout(count, index, (first, *[None] * (count - 1)))
+def _layout(variables: Variables, place: tuple[int, int, int, int], host: str, job: str) -> ProcessLayout:
+    """Returns the layout with the address of worker 0, which the user may set. Its default host is `host`."""
+    index, count, local_index, local_count = place
+    first = variables.address_or(host, [job]) if count > 1 else None
+    return ProcessLayout(count, index, (first, *[None] * (count - 1)), local_index, local_count)

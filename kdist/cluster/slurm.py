@@ -11,10 +11,12 @@ from kdist.cluster.addresses import join_address
 from kdist.cluster.cluster_spec import ClusterSpec
 from kdist.cluster.environment import visible_gpus
 from kdist.cluster.errors import ClusterRuntimeError
-from kdist.cluster.resolver import ClusterResolver, master_of_task
+from kdist.cluster.resolver import TaskClusterResolver, require
 from kdist.errors import ClusterConfigError
 
 _MOST_HOSTS = 100_000  # a range such as n[0-9999999999] is a mistake, not a cluster
+_OUTSIDE = "Outside a job step, unset Slurm's variables."
+_PASS_NUMBER = "Pass the number yourself, for example: SlurmClusterResolver(tasks_per_node=2)"
 _PART = re.compile(r"(?:[^,\[\]\s]|\[[0-9,\-]+\])+")
 _HOSTLIST = re.compile(rf"{_PART.pattern}(?:,{_PART.pattern})*")
 
@@ -88,13 +90,13 @@ def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
             raise ClusterConfigError(
                 "Slurm's list of tasks per node does not have a form such as 2(x3),1.",
                 received={"tasks_per_node": tasks_per_node[:200]},
-                hint="Pass the number yourself, for example: SlurmClusterResolver(tasks_per_node=2)",
+                hint=_PASS_NUMBER,
             )
         counts += [int(match.group(1))] * int(match.group(2) or 1)
     return counts
 
 
-class SlurmClusterResolver(ClusterResolver):
+class SlurmClusterResolver(TaskClusterResolver):
     """Reads the cluster from the variables of a Slurm job step.
 
     `SLURM_PROCID` is the number of this task. `SLURM_STEP_NUM_TASKS`, `SLURM_STEP_NODELIST` and
@@ -179,12 +181,8 @@ class SlurmClusterResolver(ClusterResolver):
 
     def _number(self, *names: str) -> int:
         text = self._text(*names)
-        if not (text.isascii() and text.isdigit()):
-            raise ClusterConfigError(
-                f"`SLURM_{names[0]}` is not a non-negative integer.",
-                received={f"SLURM_{names[0]}": text},
-                hint="Outside a job step, unset Slurm's variables.",
-            )
+        name, valid = f"SLURM_{names[0]}", text.isascii() and text.isdigit()
+        require(valid, f"`{name}` is not a non-negative integer.", _OUTSIDE, **{name: text})
         return int(text)
 
     def _tasks_on_hosts(self, tasks_per_node: int | Mapping[str, int] | None) -> dict[str, int]:
@@ -194,12 +192,13 @@ class SlurmClusterResolver(ClusterResolver):
         if tasks_per_node is not None:
             return {host: int(tasks_per_node) for host in hosts}
         counts = expand_tasks_per_node(self._text("STEP_TASKS_PER_NODE", "TASKS_PER_NODE"))
-        if len(counts) != len(hosts):
-            raise ClusterConfigError(
-                "`SLURM_STEP_TASKS_PER_NODE` does not have one number per host of `SLURM_STEP_NODELIST`.",
-                received={"hosts": len(hosts), "numbers": len(counts)},
-                hint="Pass the number yourself, for example: SlurmClusterResolver(tasks_per_node=2)",
-            )
+        require(
+            len(counts) == len(hosts),
+            "`SLURM_STEP_TASKS_PER_NODE` does not have one number per host of `SLURM_STEP_NODELIST`.",
+            _PASS_NUMBER,
+            hosts=len(hosts),
+            numbers=len(counts),
+        )
         return dict(zip(hosts, counts, strict=True))
 
     def _check_tasks(self) -> None:
@@ -210,27 +209,19 @@ class SlurmClusterResolver(ClusterResolver):
                 received={"jobs": self._jobs, "assigned": assigned},
                 hint=f"Start as many tasks: srun --ntasks={wanted}",
             )
-        if self._process >= assigned:
-            raise ClusterConfigError(
-                "`SLURM_PROCID` is not smaller than the number of tasks.",
-                received={"SLURM_PROCID": self._process, "tasks": assigned},
-                hint="Outside a job step, unset Slurm's variables.",
-            )
-        self._check_distribution()
-
-    def _check_distribution(self) -> None:
+        problem = "`SLURM_PROCID` is not smaller than the number of tasks."
+        require(self._process < assigned, problem, _OUTSIDE, SLURM_PROCID=self._process, tasks=assigned)
         # In a cyclic distribution, task 1 is on the second node, so cluster_spec() would be wrong.
         node = self._environ.get("SLURM_NODEID", "")
         owner = [index for index, count in enumerate(self._tasks_on.values()) for _ in range(count)]
-        if node.isdigit() and int(node) != owner[self._process]:
-            raise ClusterConfigError(
+        if node.isdigit():
+            require(
+                int(node) == owner[self._process],
                 "Slurm did not number the tasks node by node.",
-                received={
-                    "SLURM_PROCID": self._process,
-                    "SLURM_NODEID": int(node),
-                    "expected": owner[self._process],
-                },
-                hint="Start the step with block distribution: srun --distribution=block",
+                "Start the step with block distribution: srun --distribution=block",
+                SLURM_PROCID=self._process,
+                SLURM_NODEID=int(node),
+                expected=owner[self._process],
             )
 
     def _own_task(self) -> tuple[str | None, int | None]:
@@ -277,12 +268,6 @@ class SlurmClusterResolver(ClusterResolver):
             A pair such as `("worker", 1)`.
         """
         return self.task_type, self.task_id
-
-    def master(
-        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
-    ) -> str:
-        """Returns the address of the given task. Defaults to this task."""
-        return master_of_task(self, task_type, task_id, rpc_layer)
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None

@@ -10,17 +10,9 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping
 
-from kdist.cluster import indexed_job, tpu_slice, vertex
-from kdist.cluster.indexed_job import IndexedJobClusterResolver
-from kdist.cluster.kubeflow import (
-    JAX_NAMES,
-    JAXJOB_NAMES,
-    PET_NAMES,
-    JAXClusterResolver,
-    PETClusterResolver,
-    jax_names,
-)
+from kdist.cluster import pods, tpu_slice
 from kdist.cluster.process_variables import (
+    KERAS_NAMES,
     KerasClusterResolver,
     MPIClusterResolver,
     TorchrunClusterResolver,
@@ -32,16 +24,16 @@ from kdist.cluster.schedulers import (
     FLUX_NAMES,
     LSF_HOSTS,
     LSF_NAMES,
-    LWS_NAMES,
     FluxClusterResolver,
-    LeaderWorkerSetClusterResolver,
     LSFClusterResolver,
     lsf_hosts,
 )
 from kdist.cluster.slurm import SlurmClusterResolver
-from kdist.cluster.tf_config import TFConfigClusterResolver
+from kdist.cluster.tf_config import VERTEX_NAME, TFConfigClusterResolver, VertexClusterResolver
 from kdist.cluster.tpu import TPUClusterResolver
-from kdist.cluster.vertex import VertexClusterResolver
+
+# Returns whether a source describes a cluster, and the reason.
+Applies = Callable[[Mapping[str, str]], tuple[bool, str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,15 +42,22 @@ class Source:
 
     name: str
     variables: tuple[str, ...]
-    # Returns whether the source describes a cluster, and the reason.
-    applies: Callable[[Mapping[str, str]], tuple[bool, str]]
-    make: Callable[[Mapping[str, str]], ClusterResolver]
+    applies: Applies
+    resolver: Callable[..., ClusterResolver]
+
+    def make(self, environ: Mapping[str, str]) -> ClusterResolver:
+        """Creates the resolver."""
+        return self.resolver(environ=environ)
 
 
-def _tf_config_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
-    if not environ.get("TF_CONFIG", "").strip():
-        return False, "TF_CONFIG is empty"
-    return True, "TF_CONFIG has priority over all other sources"
+def _if_set(name: str, then: str = "is set", otherwise: str = "is not set") -> Applies:
+    """Returns `applies` for a source that describes a cluster if a variable is not empty."""
+
+    def applies(environ: Mapping[str, str]) -> tuple[bool, str]:
+        is_set = bool(environ.get(name, "").strip())
+        return is_set, f"{name} {then if is_set else otherwise}"
+
+    return applies
 
 
 def _torchrun_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
@@ -79,6 +78,15 @@ def _counts_what_nobody_started(environ: Mapping[str, str]) -> bool:
     pod = environ.get("PET_NODE_RANK")
     of_pods = pod is not None and pod == environ.get("RANK") and "LOCAL_RANK" not in environ
     return of_pods and environ.get("PET_NNODES") not in (None, environ.get("WORLD_SIZE"))
+
+
+SLURM_NAMES = (
+    "SLURM_PROCID",
+    "SLURM_NTASKS",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_STEP_NODELIST",
+    "SLURM_STEP_TASKS_PER_NODE",
+)
 
 
 def _slurm_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
@@ -102,7 +110,7 @@ def _mpi_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
     return False, "the rank and the size are not both set"
 
 
-def _job_applies(names: tuple[str, ...]) -> Callable[[Mapping[str, str]], tuple[bool, str]]:
+def _job_applies(names: tuple[str, ...]) -> Applies:
     """Returns `applies` for a scheduler whose first two variables are the task's index and the task count."""
     index, count = names[:2]
 
@@ -116,48 +124,24 @@ def _job_applies(names: tuple[str, ...]) -> Callable[[Mapping[str, str]], tuple[
     return applies
 
 
-def _lws_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
-    if environ.get(LWS_NAMES[1], "").strip():
-        return True, f"{LWS_NAMES[1]} is set"
-    return False, f"{LWS_NAMES[1]} is not set"
-
-
 def _vertex_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
-    if '"workerpool' in environ.get(vertex.NAME, ""):
-        return True, f"{vertex.NAME} lists worker pools"
-    return False, f"{vertex.NAME} does not list worker pools"
+    if '"workerpool' in environ.get(VERTEX_NAME, ""):
+        return True, f"{VERTEX_NAME} lists worker pools"
+    return False, f"{VERTEX_NAME} does not list worker pools"
 
 
 def _keras_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
-    if any(environ.get(name, "").strip() for name in _KERAS_NAMES):
+    if any(environ.get(name, "").strip() for name in KERAS_NAMES):
         return True, "variables of keras.distribution are set"
     return False, "the variables are empty"
 
 
-def _indexed_job_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
-    if environ.get(indexed_job.COUNT, "").strip():
-        return True, f"{indexed_job.COUNT} is set"
-    return False, f"{indexed_job.COUNT} is not set, so each pod trains separately"
-
-
 def _jax_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
-    names = jax_names(environ)
+    names = pods.jax_names(environ)
     if names is None:
         return False, "the number of processes and the index of this process are not both set"
     listed = [name for name in names[2:] if name in environ]
     return True, f"{' and '.join(listed)} {'is' if len(listed) == 1 else 'are'} set"
-
-
-def _pet_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
-    if environ.get("PET_NNODES", "").strip():
-        return True, "PET_NNODES is set, and torchrun did not start this process"
-    return False, "PET_NNODES is not set"
-
-
-def _sagemaker_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
-    if environ.get("SM_HOSTS", "").strip():
-        return True, "SM_HOSTS is set"
-    return False, "SM_HOSTS is not set"
 
 
 def _tpu_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
@@ -168,84 +152,58 @@ def _tpu_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
     return False, "the TPU runtime does not list several hosts"
 
 
-def _make_slurm(environ: Mapping[str, str]) -> ClusterResolver:
+def _slurm(environ: Mapping[str, str]) -> ClusterResolver:
     job = [environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
     # Two jobs on one node must not both use the documented default port, so the port depends on the job ID.
     base = stable_port(job) if any(job) else 8888
     return SlurmClusterResolver(port_base=base, auto_set_gpu=False, environ=environ)
 
 
-_KERAS_NAMES = tuple(
-    f"KERAS_DISTRIBUTION_{name}" for name in ("JOB_ADDRESSES", "NUM_PROCESSES", "PROCESS_ID")
-)
 SOURCES = (
-    Source("TF_CONFIG", ("TF_CONFIG",), _tf_config_applies, lambda e: TFConfigClusterResolver(environ=e)),
+    Source(
+        "TF_CONFIG",
+        ("TF_CONFIG",),
+        _if_set("TF_CONFIG", "has priority over all other sources", "is empty"),
+        TFConfigClusterResolver,
+    ),
     Source(
         "torchrun",
         ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
         _torchrun_applies,
-        lambda e: TorchrunClusterResolver(environ=e),
+        TorchrunClusterResolver,
     ),
-    Source("Flux", FLUX_NAMES, _job_applies(FLUX_NAMES), lambda e: FluxClusterResolver(environ=e)),
-    Source(
-        "LSF",
-        (*LSF_NAMES, *LSF_HOSTS),
-        _job_applies(LSF_NAMES),
-        lambda e: LSFClusterResolver(environ=e),
-    ),
-    Source(
-        "Slurm",
-        (
-            "SLURM_PROCID",
-            "SLURM_NTASKS",
-            "SLURM_STEP_NUM_TASKS",
-            "SLURM_STEP_NODELIST",
-            "SLURM_STEP_TASKS_PER_NODE",
-        ),
-        _slurm_applies,
-        _make_slurm,
-    ),
+    Source("Flux", FLUX_NAMES, _job_applies(FLUX_NAMES), FluxClusterResolver),
+    Source("LSF", (*LSF_NAMES, *LSF_HOSTS), _job_applies(LSF_NAMES), LSFClusterResolver),
+    Source("Slurm", SLURM_NAMES, _slurm_applies, _slurm),
     Source(
         "MPI",
         (*MPIClusterResolver._OPEN_MPI, *MPIClusterResolver._PMI),
         _mpi_applies,
-        lambda e: MPIClusterResolver(environ=e),
+        MPIClusterResolver,
     ),
-    Source("KERAS_DISTRIBUTION", _KERAS_NAMES, _keras_applies, lambda e: KerasClusterResolver(environ=e)),
+    Source("KERAS_DISTRIBUTION", KERAS_NAMES, _keras_applies, KerasClusterResolver),
     Source(
         "Indexed Job",
-        (indexed_job.INDEX, indexed_job.COUNT, indexed_job.COORDINATOR),
-        _indexed_job_applies,
-        lambda e: IndexedJobClusterResolver(environ=e),
+        pods.JOB_NAMES,
+        _if_set(pods.COUNT, otherwise="is not set, so each pod trains separately"),
+        pods.IndexedJobClusterResolver,
     ),
-    Source("JAX", (*JAX_NAMES, *JAXJOB_NAMES), _jax_applies, lambda e: JAXClusterResolver(environ=e)),
-    Source("PET", PET_NAMES, _pet_applies, lambda e: PETClusterResolver(environ=e)),
+    Source("JAX", (*pods.JAX_NAMES, *pods.JAXJOB_NAMES), _jax_applies, pods.JAXClusterResolver),
+    Source(
+        "PET",
+        pods.PET_NAMES,
+        _if_set("PET_NNODES", "is set, and torchrun did not start this process"),
+        pods.PETClusterResolver,
+    ),
     Source(
         "LeaderWorkerSet",
-        LWS_NAMES,
-        _lws_applies,
-        lambda e: LeaderWorkerSetClusterResolver(environ=e),
+        pods.LWS_NAMES,
+        _if_set(pods.GROUP_SIZE),
+        pods.LeaderWorkerSetClusterResolver,
     ),
-    Source(
-        "SageMaker",
-        ("SM_HOSTS", "SM_CURRENT_HOST"),
-        _sagemaker_applies,
-        lambda e: SageMakerClusterResolver(environ=e),
-    ),
-    Source("Vertex AI", (vertex.NAME,), _vertex_applies, lambda e: VertexClusterResolver(environ=e)),
-    Source(
-        "TPU",
-        (
-            tpu_slice.HOSTS,
-            tpu_slice.PROCESSES,
-            "TPU_WORKER_ID",
-            tpu_slice.SLICES,
-            tpu_slice.SLICE,
-            tpu_slice.FIRST,
-        ),
-        _tpu_applies,
-        lambda e: TPUClusterResolver(environ=e),
-    ),
+    Source("SageMaker", ("SM_HOSTS", "SM_CURRENT_HOST"), _if_set("SM_HOSTS"), SageMakerClusterResolver),
+    Source("Vertex AI", (VERTEX_NAME,), _vertex_applies, VertexClusterResolver),
+    Source("TPU", tpu_slice.NAMES, _tpu_applies, TPUClusterResolver),
 )
 
 # Names of variables that contain the number of processes or the index of a process.
@@ -256,7 +214,7 @@ _NUMBER = re.compile(r".*(RANK|RANKID|INDEX|PROCID|(WORKER|SLICE|PROCESS|LOCAL)_
 def signs_of_several(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables of all sources that indicate more than one process."""
     found = {}
-    for name in (name for source in SOURCES for name in source.variables if name not in JAXJOB_NAMES):
+    for name in (name for source in SOURCES for name in source.variables if name not in pods.JAXJOB_NAMES):
         text = environ.get(name, "").strip()
         number = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
         if (number > 1 and _COUNT.fullmatch(name)) or (number > 0 and _NUMBER.fullmatch(name)):

@@ -1,4 +1,4 @@
-"""`TF_CONFIG`, a cluster description that kdist supports on every backend."""
+"""`TF_CONFIG`, a cluster description that kdist supports on every backend, and its form on Vertex AI."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from typing import Any
 from kdist.cluster.addresses import split_address
 from kdist.cluster.cluster_spec import ClusterSpec
 from kdist.cluster.resolver import ClusterResolver, Task, format_master
-from kdist.errors import ClusterConfigError
+from kdist.errors import ClusterConfigError, malformed_as
 
 KNOWN_JOBS = ("chief", "worker", "ps", "evaluator")
 _EXAMPLE = (
     """Set it as in this example:\nexport TF_CONFIG='{"cluster": {"worker": ["host0:2222", "host1:2222"]}, """
     """"task": {"type": "worker", "index": 0}}'"""
 )
+
+VERTEX_NAME = "CLUSTER_SPEC"
+# The documented job of each pool.
+_POOLS = {"workerpool0": "chief", "workerpool1": "worker", "workerpool2": "ps", "workerpool3": "evaluator"}
+_VERTEX_HINT = "Unset CLUSTER_SPEC, or describe the cluster in TF_CONFIG, which has priority."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -213,3 +218,51 @@ class TFConfigClusterResolver(ClusterResolver):
         if task_type is None or task_id is None:
             raise _wrong('["task"]', 'does not have "type" and "index"', None)
         return format_master(config.cluster.task_address(task_type, task_id), rpc_layer or self.rpc_layer)
+
+
+class VertexClusterResolver(TFConfigClusterResolver):
+    """Reads the cluster from `CLUSTER_SPEC`, which Vertex AI sets in the containers of a custom training job.
+
+    It is like `TF_CONFIG`, but with worker pools instead of jobs. Pool 0 contains the chief, pool 1 the
+    workers, pool 2 the parameter servers, and pool 3 the evaluator.
+
+    Args:
+        task_type: Overrides the job of this task.
+        task_id: Overrides the index of this task.
+        rpc_layer: The protocol of TensorFlow's tasks.
+        environment: The value of the property `environment`.
+        environ: The environment variables. Defaults to `os.environ`.
+
+    Example:
+
+    >>> import json
+    >>> from kdist.cluster import VertexClusterResolver
+    >>> spec = {"cluster": {"workerpool0": ["a:2222"], "workerpool1": ["b:2222", "c:2222"]},
+    ...         "task": {"type": "workerpool1", "index": 0}, "environment": "cloud"}
+    >>> resolver = VertexClusterResolver(environ={"CLUSTER_SPEC": json.dumps(spec)})
+    >>> resolver.task_type, resolver.task_id, resolver.master()
+    ('worker', 0, 'b:2222')
+    """
+
+    def _described(self) -> TFConfig:
+        text = self._environ.get(VERTEX_NAME, "")
+        try:
+            with malformed_as(
+                lambda error: ClusterConfigError(
+                    f"`{VERTEX_NAME}` is not a JSON object with the worker pools of the cluster and this task.",
+                    received={VERTEX_NAME: text[:200], "error": error},
+                )
+            ):
+                return parse_tf_config(json.dumps(_renamed(json.loads(text))))
+        except ClusterConfigError as error:
+            problem = error.problem.replace("TF_CONFIG", VERTEX_NAME)
+            raise ClusterConfigError(problem, received=error.received, hint=_VERTEX_HINT) from None
+
+
+def _renamed(spec: dict[str, Any]) -> dict[str, Any]:
+    task = dict(spec["task"]) if spec.get("task") else {}
+    task["type"] = _POOLS.get(task.get("type", ""), task.get("type"))
+    return {
+        "cluster": {_POOLS.get(pool, pool): tasks for pool, tasks in spec["cluster"].items() if tasks},
+        "task": {"type": task["type"], "index": task.get("index")},
+    }

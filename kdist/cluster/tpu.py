@@ -9,7 +9,7 @@ from typing import Any
 
 from kdist.cluster.cluster_spec import ClusterSpec
 from kdist.cluster.metadata_server import Fetch, fetch_metadata
-from kdist.cluster.process_variables import ProcessClusterResolver, ProcessLayout
+from kdist.cluster.process_variables import ProcessClusterResolver, ProcessLayout, Variables
 from kdist.cluster.resolver import require
 from kdist.cluster.tpu_slice import TPUSlice, describes_slice, read_slice, variables_of_metadata
 
@@ -144,9 +144,8 @@ class TPUClusterResolver(ProcessClusterResolver):
         several = {name: value for name, value in environ.items() if name.startswith("MEGASCALE_")}
         return read_slice(variables_of_metadata(self._fetch) | several)
 
-    def read_layout(self, environ: Mapping[str, str]) -> ProcessLayout:
-        """Reads the TPU workers; see the base class."""
-        found = self._slice(environ)
+    def _read(self, variables: Variables) -> ProcessLayout:
+        found = self._slice(variables.environ)
         host = found.hosts[found.worker_id]
         return ProcessLayout(
             found.num_workers,

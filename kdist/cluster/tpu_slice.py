@@ -15,14 +15,14 @@ from collections.abc import Mapping
 from kdist.cluster.addresses import join_address, split_address
 from kdist.cluster.errors import ClusterRuntimeError
 from kdist.cluster.metadata_server import Fetch
-from kdist.cluster.process_variables import MOST_WORKERS, read_count, read_index
+from kdist.cluster.process_variables import MOST_WORKERS, Variables
 from kdist.cluster.resolver import require
-from kdist.errors import ClusterConfigError
 
 # JAX connects to this port of the first host. The TPU runtime uses 8431 and above, and 8470 to 8480.
 PORT = 8482
 HOSTS, PROCESSES = "TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES"
 SLICES, SLICE, FIRST = "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID", "MEGASCALE_COORDINATOR_ADDRESS"
+NAMES = (HOSTS, PROCESSES, "TPU_WORKER_ID", SLICES, SLICE, FIRST)
 _HINT = "Set the variables of the TPU runtime, for example:\nTPU_WORKER_HOSTNAMES=host0,host1 TPU_WORKER_ID=0"
 _SLICES_HINT = f"Set the variables of the slices, for example:\n{SLICES}=2 {SLICE}=0 {FIRST}=slice0-host0"
 # Names of the metadata server that differ from the names of the variables.
@@ -116,7 +116,7 @@ def read_slice(environ: Mapping[str, str]) -> TPUSlice:
     hosts = _read_hosts(environ)
     # With several processes per host, torch_xla sets this index of the process. Otherwise, use the host's.
     named = "CLOUD_TPU_TASK_ID" if environ.get("CLOUD_TPU_TASK_ID") else "TPU_WORKER_ID"
-    worker_id = read_count(environ, named, _HINT, default=0 if len(hosts) == 1 else None)
+    worker_id = Variables(environ, _HINT).count(named, default=0 if len(hosts) == 1 else None)
     require(
         worker_id < len(hosts),
         f"`{named}` is not smaller than the number of hosts.",
@@ -125,7 +125,7 @@ def read_slice(environ: Mapping[str, str]) -> TPUSlice:
     )
     num_slices, slice_id, first = 1, 0, hosts[0]
     if environ.get(SLICES, "").strip() not in ("", "1"):
-        slice_id, num_slices = read_index(environ, SLICE, SLICES, _SLICES_HINT)
+        slice_id, num_slices = Variables(environ, _SLICES_HINT).index(SLICE, SLICES)
         given = environ.get(FIRST, "").strip()
         require(bool(given), f"`{FIRST}`, the first host, is not set.", _SLICES_HINT, **{FIRST: given})
         first = _host_of(given, FIRST)  # without its port, which is for the runtime
@@ -222,12 +222,12 @@ def variables_of_metadata(fetch: Fetch) -> dict[str, str]:
 def _endpoint_host(text: str) -> str:
     """Returns the host of an endpoint: a name, or the address in the older form `name:number:address`."""
     parts = text.split(":")
-    if len(parts) not in (1, 3) or not parts[-1]:
-        raise ClusterConfigError(
-            "An endpoint of the metadata server is neither a host name nor of the form name:number:address.",
-            received={"worker-network-endpoints": text},
-            hint=_HINT,
-        )
+    require(
+        len(parts) in (1, 3) and bool(parts[-1]),
+        "An endpoint of the metadata server is neither a host name nor of the form name:number:address.",
+        _HINT,
+        **{"worker-network-endpoints": text},
+    )
     return parts[-1]
 
 

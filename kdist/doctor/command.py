@@ -86,9 +86,16 @@ def main(options: argparse.Namespace) -> int:
     if options.command == "test":
         is_chief = not is_launched or (cluster is not None and cluster.is_chief)
         return _test(options, count, is_launched, is_chief)
-    show = _as_json if options.json else _as_text
+
+    def show(report: Report) -> None:
+        following = _next(report, is_launched, "kdist test")
+        if options.json:
+            print(json.dumps(report.as_json() | {"next": following}, indent=2), flush=True)
+        else:
+            print(f"{report.text()}\nnext: {following}", flush=True)
+
     asked = Options(options.timeout, options.shared)
-    return _examined(asked, options.backend, count, is_launched, lambda report: show(report, is_launched))
+    return _examined(asked, options.backend, count, is_launched, show)
 
 
 def _cluster() -> Cluster | None:
@@ -123,17 +130,6 @@ def _next(report: Report, is_launched: bool, when_well: str) -> str:
     return report.next_command(when_well, "fix the failed checks, then: kdist doctor")
 
 
-def _as_json(report: Report, is_launched: bool) -> None:
-    print(
-        json.dumps(report.as_json() | {"next": _next(report, is_launched, "kdist test")}, indent=2),
-        flush=True,
-    )
-
-
-def _as_text(report: Report, is_launched: bool) -> None:
-    print(f"{report.text()}\nnext: {_next(report, is_launched, 'kdist test')}", flush=True)
-
-
 def _test(options: argparse.Namespace, count: int, is_launched: bool, is_chief: bool) -> int:
     """Checks each backend and prints a table. Returns the exit code."""
     named = options.backend or (keras_backend_name() if is_launched else None)
@@ -153,10 +149,8 @@ def _test(options: argparse.Namespace, count: int, is_launched: bool, is_chief: 
             if backend == backends[-1]:
                 print(_table(shown), flush=True)
                 worst = next((report for _, report in shown if report.failed), report)
-                print(
-                    f"next: {_next(worst, is_launched, f'kdist run --num-workers {count} train.py')}",
-                    flush=True,
-                )
+                following = _next(worst, is_launched, f"kdist run --num-workers {count} train.py")
+                print(f"next: {following}", flush=True)
 
         asked, broken = Options(options.timeout, trains=True), None
         if is_chief:

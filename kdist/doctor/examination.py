@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kdist.cluster import Cluster, discover, environment
-from kdist.doctor import one_step, probes
+from kdist.doctor import probes
 from kdist.doctor.facts import Facts, gather, reach
 from kdist.doctor.machines import judge_all_reduce, judge_clocks, judge_machines, judge_shared
 from kdist.doctor.report import FAIL, OK, Line, Report
@@ -112,18 +112,22 @@ def _stages(options: Options, report: Report, ends: float) -> Iterator[str]:
     """Runs the stages in order, and yields the name of the next stage before it starts."""
     cluster = discover()
     facts = gather(cluster)
-    report.title = _title(cluster, facts, options.started_by)
+    workers = f"{cluster.num_workers} worker{'s' * (cluster.num_workers > 1)}"
+    started_by = options.started_by or f"cluster from {cluster.source}"
+    report.title = f"{workers} on {facts.backend[0]}, {started_by}"
     report.lines = [*judge_software([facts]), *judge_machines([facts])]
     yield "import"
     if problem := _import_problem():
         facts = dataclasses.replace(facts, import_error=problem)
         report.lines = [*judge_software([facts]), *judge_machines([facts])]
         return
+    import kdist
+
     yield "joining"
     start = time.monotonic()
     try:
         with environment.patched(KDIST_JOIN_TIMEOUT=max(1, int(ends - time.monotonic() - _LAST))):
-            strategy = _strategy()
+            strategy = kdist.MultiWorkerMirroredStrategy()
     except WorkerTimeoutError as error:
         report.lines.append(missing_line(cluster, error))
         return
@@ -150,12 +154,6 @@ def _import_problem() -> str:
     except Exception as error:  # a broken installation may raise anything
         return next(iter(_said(error).splitlines()), type(error).__name__)
     return ""
-
-
-def _strategy() -> Any:
-    import kdist
-
-    return kdist.MultiWorkerMirroredStrategy()
 
 
 def _together(
@@ -185,11 +183,6 @@ def _together(
     report.lines.append(judge_all_reduce(*probes.all_reduce_times(strategy)))
     if options.trains:
         yield "one step"
-        line = one_step.compare(options.expected, strategy, exchange)
+        line = probes.compare_step(options.expected, strategy, exchange)
         report.lines += [line] if line else []
     kdist.barrier("kdist doctor has finished", strategy=strategy)
-
-
-def _title(cluster: Cluster, facts: Facts, started_by: str | None) -> str:
-    workers = f"{cluster.num_workers} worker{'s' * (cluster.num_workers > 1)}"
-    return f"{workers} on {facts.backend[0]}, {started_by or f'cluster from {cluster.source}'}"

@@ -13,7 +13,7 @@ from typing import Any
 
 from kdist.cluster import environment, visible_gpus
 from kdist.doctor.examination import Options, examine
-from kdist.doctor.one_step import train_it
+from kdist.doctor.probes import train_it
 from kdist.doctor.report import FAIL, WARN, Line, Report
 from kdist.errors import LaunchError
 from kdist.launch import report as exits
@@ -41,9 +41,8 @@ def examine_here(options: Options, num_workers: int, backend: str | None) -> Rep
     if hidden:
         gpus = len(visible_gpus())
         says = f"fewer GPUs ({gpus}) than workers ({num_workers}), so the workers use the CPU"
-        report.lines.insert(
-            0, Line(WARN, "devices", says, "Start one worker per GPU", f"kdist doctor -n {gpus}")
-        )
+        line = Line(WARN, "devices", says, "Start one worker per GPU", f"kdist doctor -n {gpus}")
+        report.lines.insert(0, line)
     return report
 
 
@@ -121,12 +120,6 @@ def together(reports: Sequence[Report | None], ending: Ending) -> Report:
             Line(FAIL, "workers", says, "See its whole output", "kdist run -n 1 -m kdist doctor")
         )
     for late in ending.unfinished:
-        whole.lines.append(
-            Line(
-                FAIL,
-                "workers",
-                f"{late.name} did not exit",
-                "Its stack: " + " ".join(shipping.last_stacks(late.lines)),
-            )
-        )
+        stack = "Its stack: " + " ".join(shipping.last_stacks(late.lines))
+        whole.lines.append(Line(FAIL, "workers", f"{late.name} did not exit", stack))
     return whole

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from kdist.cluster import is_loopback, split_address
 from kdist.doctor.facts import Facts
-from kdist.doctor.report import FAIL, OK, WARN, Line, names_of, spread
+from kdist.doctor.report import FAIL, OK, REPORT_BUG, WARN, Line, names_of, spread
 
 _MOST_OFFSET = 1.0  # seconds
 _FEW_FILES = 1024
@@ -35,13 +35,8 @@ def _cluster(everyone: Sequence[Facts]) -> Iterator[Line]:
         for source, other, won in facts.sources:
             if other.startswith("invalid: "):
                 found = True
-                yield Line(
-                    FAIL if won else WARN,
-                    "cluster",
-                    f"{source} on {facts.name} is {other}",
-                    "See all sources",
-                    "kdist info",
-                )
+                status, text = FAIL if won else WARN, f"{source} on {facts.name} is {other}"
+                yield Line(status, "cluster", text, "See all sources", "kdist info")
             elif not won and other != _NOTHING and _without_addresses(other) != says:
                 found = True
                 yield Line(
@@ -64,13 +59,8 @@ def _without_addresses(says: str) -> str:
 def _hosts(everyone: Sequence[Facts]) -> Line:
     for facts in everyone:
         for host, why in facts.unresolved.items():
-            return Line(
-                FAIL,
-                "names",
-                f"{facts.name} cannot resolve {host!r}: {why}",
-                "On its machine, check the name",
-                f"getent hosts {host}",
-            )
+            text = f"{facts.name} cannot resolve {host!r}: {why}"
+            return Line(FAIL, "names", text, "On its machine, check the name", f"getent hosts {host}")
     several = len(everyone[0].resolved) > 1
     for facts in everyone:
         own = split_address(facts.address)[0] if facts.address else ""
@@ -78,13 +68,8 @@ def _hosts(everyone: Sequence[Facts]) -> Line:
             if several and is_loopback(number) and not is_loopback(host):
                 says = f"{facts.name} resolves {host!r} to {number}, which other machines cannot reach"
                 status = WARN if host == own else FAIL
-                return Line(
-                    status,
-                    "names",
-                    says,
-                    "In /etc/hosts of its machine, set the real address of the host. Check it",
-                    f"getent hosts {host}",
-                )
+                remedy = "In /etc/hosts of its machine, set the real address of the host. Check it"
+                return Line(status, "names", says, remedy, f"getent hosts {host}")
     count = len({host for facts in everyone for host in facts.resolved})
     hosts = f"{count} host{'s' * (count > 1)} can be resolved"
     return Line(OK, "names", hosts if count else "no addresses to resolve")
@@ -139,18 +124,12 @@ def _limits(everyone: Sequence[Facts]) -> Iterator[Line]:
         (f.name, f"{f.shared_memory >> 20} MiB") for f in everyone if 0 <= f.shared_memory < _LITTLE_MEMORY
     ]
     if few:
-        yield Line(
-            WARN, "limits", f"open files: {spread(few, len(everyone))}", "Raise the limit", "ulimit -n 4096"
-        )
+        says = f"open files: {spread(few, len(everyone))}"
+        yield Line(WARN, "limits", says, "Raise the limit", "ulimit -n 4096")
     if little:
         says = f"/dev/shm has {spread(little, len(everyone))}, but NCCL and DataLoader workers need more"
-        yield Line(
-            WARN,
-            "limits",
-            says,
-            "Start the container with more shared memory, for example",
-            "docker run --shm-size=2g",
-        )
+        remedy = "Start the container with more shared memory, for example"
+        yield Line(WARN, "limits", says, remedy, "docker run --shm-size=2g")
     if not few and not little:
         yield Line(OK, "limits", "open files and /dev/shm are sufficient")
 
@@ -163,16 +142,9 @@ def judge_clocks(offsets: Sequence[tuple[float, float]]) -> Line:
     """
     far = {i: offset for i, (offset, doubt) in enumerate(offsets) if abs(offset) - doubt > _MOST_OFFSET}
     if far:
-        says = ", ".join(
-            f"worker {i} is {abs(s):.1f} s {'ahead' if s > 0 else 'behind'}" for i, s in far.items()
-        )
-        return Line(
-            WARN,
-            "clocks",
-            f"{says}; times in logs and of files are not comparable",
-            "On the machines with wrong clocks",
-            "timedatectl set-ntp true",
-        )
+        wrong = [f"worker {i} is {abs(s):.1f} s {'ahead' if s > 0 else 'behind'}" for i, s in far.items()]
+        says = f"{', '.join(wrong)}; times in logs and of files are not comparable"
+        return Line(WARN, "clocks", says, "On the machines with wrong clocks", "timedatectl set-ntp true")
     most = max(abs(offset) + doubt for offset, doubt in offsets)
     return Line(OK, "clocks", f"within {max(most, 0.001) * 1000:.0f} ms")
 
@@ -182,13 +154,9 @@ def judge_shared(folder: str, problems: Sequence[str]) -> Line:
     found = {f"worker {i}": text for i, text in enumerate(problems) if text}
     if found:
         says = f"{folder}: {spread(list(found.items()), len(problems))}"
-        return Line(
-            FAIL,
-            "shared",
-            says,
-            "Use a directory that all workers can read and write. On each machine, check its file system",
-            f"df {folder}" if os.path.isdir(folder) else f"mkdir -p {folder}",
-        )
+        remedy = "Use a directory that all workers can read and write. On each machine, check its file system"
+        command = f"df {folder}" if os.path.isdir(folder) else f"mkdir -p {folder}"
+        return Line(FAIL, "shared", says, remedy, command)
     return Line(OK, "shared", f"{folder}: all workers can write and read; files are replaced atomically")
 
 
@@ -206,11 +174,5 @@ def judge_all_reduce(times: Sequence[float], num_bytes: int, is_right: bool) -> 
         f"({num_bytes / 1e6 / max(large, 1e-9):.0f} MB/s)"
     )
     if not is_right:
-        return Line(
-            FAIL,
-            "all-reduce",
-            f"{says}, but the sum is wrong",
-            "Report this as a bug, with the output of",
-            "kdist info",
-        )
+        return Line(FAIL, "all-reduce", f"{says}, but the sum is wrong", *REPORT_BUG)
     return Line(OK, "all-reduce", says)

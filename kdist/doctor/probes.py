@@ -1,4 +1,7 @@
-"""Checks that workers run together after joining. All workers must call the functions in the same order."""
+"""Checks that workers run together after joining. All workers must call the functions in the same order.
+
+The last one is the parity check of `kdist test`: one step of a small model on one device and on all workers.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kdist.doctor.report import FAIL, OK, REPORT_BUG, Line
+from kdist.parity import ATOL, RTOL, Training, explain, train
 from kdist.whole_files import whole_file
 
 Exchange = Callable[[Any], list[Any]]  # returns the values of all workers, in order
@@ -18,6 +23,7 @@ _ROUNDS = 5
 _PATIENCE = 3.0  # seconds until a file must be visible on the other machines
 _REPLACEMENTS = 50
 _LARGE = 2 << 20  # float32 values: 8 MB
+_ROWS = 23  # a prime, so the workers cannot share the rows evenly
 
 
 def clock_offsets(exchange: Exchange, now: Callable[[], float] = time.time) -> list[tuple[float, float]]:
@@ -129,3 +135,46 @@ def all_reduce_times(strategy: Any) -> tuple[list[float], int, bool]:
         is_right = is_right and bool(np.all(host == count * (count + 1) / 2))
         times.append(statistics.median(taken[1:]))
     return times, _LARGE * 4, is_right
+
+
+def make_model() -> Any:
+    """Returns a small model that covers all values that are summed over the replicas."""
+    import keras
+
+    model = keras.Sequential(
+        [
+            keras.Input((8,)),
+            keras.layers.Dense(16, "tanh", kernel_regularizer="l2"),
+            keras.layers.Dense(4),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
+    return model
+
+
+def rows() -> tuple[Any, Any, Any]:
+    """Returns the training data. All rows and all sample weights are different."""
+    import numpy as np
+
+    draw = np.random.RandomState(0)
+    x = draw.normal(size=(_ROWS, 8)).astype("float32")
+    return x, draw.randint(4, size=_ROWS), np.linspace(0.5, 2, _ROWS).astype("float32")
+
+
+def train_it(make_strategy: Callable[[], Any] | None) -> Training:
+    """Trains the model under a strategy, or without one."""
+    return train(make_model, rows, make_strategy, 1, 0, {"batch_size": _ROWS})
+
+
+def compare_step(expected: Training | None, strategy: Any, exchange: Exchange) -> Line | None:
+    """Trains the model on all workers. Workers with `expected` return the result of the comparison."""
+    mine = train_it(lambda: strategy)
+    everyone = exchange(mine.numbers)
+    if expected is None:
+        return None
+    workers = [Training(mine.title, mine.num_replicas, numbers, ()) for numbers in everyone]
+    message = explain(expected, workers, RTOL, ATOL)
+    if message is not None:
+        return Line(FAIL, "one step", message, *REPORT_BUG)
+    return Line(OK, "one step", f"{mine.num_replicas} replicas match one device")

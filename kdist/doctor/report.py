@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
+REPORT_BUG = ("Report this as a bug, with the output of", "kdist info")  # remedy and command
 _WIDTH = 118
 _MARGIN = 20
 

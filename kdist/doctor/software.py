@@ -33,10 +33,9 @@ def _differ(everyone: Sequence[Facts], value: Callable[[Facts], object]) -> bool
 
 def _python(everyone: Sequence[Facts]) -> Line:
     says = _spread(everyone, lambda facts: facts.python)
-    if _differ(everyone, lambda facts: facts.python.split(".")[:2]):
-        return Line(FAIL, "python", says, "Use the same Python version on all workers")
     if _differ(everyone, lambda facts: facts.python):
-        return Line(WARN, "python", says, "Use the same Python version on all workers")
+        status = FAIL if _differ(everyone, lambda facts: facts.python.split(".")[:2]) else WARN
+        return Line(status, "python", says, "Use the same Python version on all workers")
     return Line(OK, "python", f"{says}, {everyone[0].executable}")
 
 
@@ -67,13 +66,8 @@ def _backend(everyone: Sequence[Facts]) -> Line:
     broken = [facts for facts in everyone if facts.import_error]
     says = _spread(everyone, lambda facts: " ".join([facts.backend[0], f"({facts.backend[1]})"]))
     if any(facts.backend[0] not in BACKENDS for facts in everyone):
-        return Line(
-            FAIL,
-            "backend",
-            f"{says}; kdist supports {', '.join(BACKENDS)}",
-            "Choose one",
-            "export KERAS_BACKEND=jax",
-        )
+        says = f"{says}; kdist supports {', '.join(BACKENDS)}"
+        return Line(FAIL, "backend", says, "Choose one", "export KERAS_BACKEND=jax")
     if _differ(everyone, lambda facts: facts.backend[0]):
         command = f"export KERAS_BACKEND={everyone[0].backend[0]}"
         return Line(FAIL, "backend", says, "Set the same backend on all workers", command)
@@ -88,23 +82,15 @@ def _backend(everyone: Sequence[Facts]) -> Line:
 def _devices(everyone: Sequence[Facts]) -> Line:
     says = _spread(everyone, lambda facts: ", ".join(facts.devices))
     if _differ(everyone, lambda facts: (len(facts.devices), facts.accelerators)):
-        return Line(
-            FAIL,
-            "devices",
-            says,
-            "Give all workers the same number and kind of devices, for example",
-            "export CUDA_VISIBLE_DEVICES=0",
-        )
+        remedy = "Give all workers the same number and kind of devices, for example"
+        return Line(FAIL, "devices", says, remedy, "export CUDA_VISIBLE_DEVICES=0")
     unused = [facts for facts in everyone if facts.devices and facts.gpus and not facts.accelerators]
     if unused:
         backend = unused[0].backend[0]
         who = spread([(facts.name, f"{facts.gpus} GPUs") for facts in unused], len(everyone))
+        says = f"{says}; {backend} does not see {who}"
         return Line(
-            WARN,
-            "devices",
-            f"{says}; {backend} does not see {who}",
-            f"Install {backend} with CUDA, then check the devices",
-            "kdist info",
+            WARN, "devices", says, f"Install {backend} with CUDA, then check the devices", "kdist info"
         )
     return Line(OK, "devices", says)
 

@@ -15,8 +15,8 @@ from kdist.cluster import (
     GCEClusterResolver,
     KubernetesClusterResolver,
     KubernetesExecutableLocation,
+    cloud,
     discover,
-    kubernetes,
 )
 from kdist.errors import ClusterConfigError, InvalidArgumentError
 
@@ -150,7 +150,7 @@ def test_only_the_own_namespace_is_asked(tmp_path, monkeypatch):
     # A pod of another tenant with the same label must not become a worker.
     api = CoreV1Api({"job-name=tensorflow": TRAIN})
     (tmp_path / "namespace").write_text("team-a")
-    monkeypatch.setattr(kubernetes, "_NAMESPACE_FILE", str(tmp_path / "namespace"))
+    monkeypatch.setattr(cloud, "_NAMESPACE_FILE", str(tmp_path / "namespace"))
     KubernetesClusterResolver(override_client=api).cluster_spec()
     KubernetesClusterResolver(override_client=api, namespace="team-b").cluster_spec()
     assert api.namespaces == ["team-a", "team-b"]

@@ -257,6 +257,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.kills("cluster_port_not_checked")
 @pytest.mark.parametrize(
     ("good", "change", "name"), WRONG, ids=[f"{name}-{number}" for number, (_, _, name) in enumerate(WRONG)]
 )

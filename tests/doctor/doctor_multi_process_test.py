@@ -11,7 +11,7 @@ import pytest
 
 from kdist.cluster import environment
 from kdist.command_line import main
-from kdist.doctor import command, one_step
+from kdist.doctor import command, probes
 from kdist.doctor.local_workers import hidden_gpus, together
 from kdist.doctor.report import Line, Report
 from kdist.launch.shipping import Ended, Ending
@@ -137,9 +137,9 @@ def test_an_engine_that_computes_something_else(tmp_path):
         import dataclasses
         import kdist
         import numpy as np
-        from kdist.doctor import examination, one_step
+        from kdist.doctor import examination, probes
 
-        plain = one_step.train_it(None)
+        plain = probes.train_it(None)
         expected = dataclasses.replace(plain, numbers={k: (np.array(v) + 1).tolist() for k, v in plain.numbers.items()})
         right = kdist.ReplicaContext.all_reduce
         kdist.ReplicaContext.all_reduce = lambda *args, **kwargs: right(*args, **kwargs) * 2
@@ -171,20 +171,20 @@ def test_one_step_that_differs(monkeypatch):
     def train(make_strategy):
         return Training("a strategy", 2, runs[make_strategy() == "right"], ())
 
-    monkeypatch.setattr(one_step, "train_it", train)
+    monkeypatch.setattr(probes, "train_it", train)
     expected = Training("one device", 1, {"loss": 0.5}, ())
 
     def exchange(numbers):
         return [runs[True], numbers]
 
-    assert one_step.compare(expected, "right", exchange).status == "ok"
-    wrong = one_step.compare(expected, "wrong", exchange)
+    assert probes.compare_step(expected, "right", exchange).status == "ok"
+    wrong = probes.compare_step(expected, "wrong", exchange)
     assert (
         wrong.status == "FAIL"
         and "worker 1" in wrong.says
         and "0.5 on one device, 0.75 with the strategy" in wrong.says
     )
-    assert one_step.compare(None, "wrong", exchange) is None
+    assert probes.compare_step(None, "wrong", exchange) is None
 
 
 WELL, ILL = Line("ok", "python", "3"), Line("FAIL", "backend", "jax cannot be imported: no on worker 1")
