@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOME = {
-    "BackupAndRestore": "kdist.training.backup",
+    "BackupAndRestore": "kdist.training.backup_and_restore",
     "DriftWatch": "kdist.training.drift",
     "RunLog": "kdist.training.run_log",
     "SidecarEvaluatorModelExport": "kdist.coordinator.export",
@@ -31,7 +31,7 @@ def __getattr__(name: str) -> Any:
 
 if TYPE_CHECKING:
     from kdist.coordinator.export import SidecarEvaluatorModelExport
-    from kdist.training.backup import BackupAndRestore
+    from kdist.training.backup_and_restore import BackupAndRestore
     from kdist.training.drift import DriftWatch
     from kdist.training.run_log import RunLog
     from kdist.training.throughput import Throughput

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from kdist.checkpoint import command as checkpoint_command
-from kdist.cluster import environment, liveness, logs
+from kdist.cluster import environment, logs, timeouts
 from kdist.cluster.keras_backends import BACKENDS, check_backend
 from kdist.doctor import command as doctor_command
 from kdist.errors import ClusterConfigError, InvalidArgumentError, KdistError
@@ -52,8 +52,8 @@ _RUN_EXAMPLES = f"""examples:
 exit codes:
   0      all workers succeeded
   2      wrong call: no such script, unknown option or backend
-  {liveness.STALLED}     a worker hung and was terminated
-  {liveness.PREEMPTED}     the job was preempted after saving a checkpoint; start it again
+  {timeouts.STALLED}     a worker hung and was terminated
+  {timeouts.PREEMPTED}     the job was preempted after saving a checkpoint; start it again
   128+n  a worker or the launcher was terminated by signal n (130 Ctrl-C, 137 SIGKILL, 143 SIGTERM)
   other  the exit code of the worker that failed first
 """

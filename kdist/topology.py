@@ -66,6 +66,10 @@ class Sharded:
             )
         return shape
 
+    def lengths(self, num_devices: int) -> dict[str, int]:
+        """Returns the name and the length of each axis; see `mesh_shape`."""
+        return dict(zip(self.axes, self.mesh_shape(num_devices), strict=True))
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -90,3 +94,13 @@ class Topology:
     def parameter_devices(self) -> tuple[str, ...]:
         """The devices of this worker that hold variables or shards of variables."""
         return (self.storage.device,) if isinstance(self.storage, Central) else self.devices
+
+    @property
+    def is_central(self) -> bool:
+        """Whether one device of the worker holds all variables."""
+        return isinstance(self.storage, Central)
+
+    @property
+    def sharded(self) -> Sharded | None:
+        """The mesh and the layouts, if variables are sharded."""
+        return self.storage if isinstance(self.storage, Sharded) else None

@@ -121,7 +121,10 @@ def resumed(folder: str | None) -> list[Any]:
             raise Stop
 
     # Its class is kdist's own for the check of callbacks, which treats custom subclasses as readers.
-    StopAfterBackup.__module__, StopAfterBackup.__name__ = "kdist.training.backup", "BackupAndRestore"
+    StopAfterBackup.__module__, StopAfterBackup.__name__ = (
+        "kdist.training.backup_and_restore",
+        "BackupAndRestore",
+    )
     with contextlib.suppress(Stop):
         _fit("SGD", True, [StopAfterBackup(folder, save_freq=EVERY + 2)])
     return _variables(_fit("SGD", True, [kdist.callbacks.BackupAndRestore(folder)])[0])

@@ -128,7 +128,7 @@ HOLDS = {
     "kdist.strategies.strategy.Strategy.reduce": "near(mean, x[:128].sum(axis=1).mean())",
     "kdist.strategies.strategy.Strategy.gather": "near(predictions, model.predict(x[:128]))",
     "kdist.synchrony.check_in_sync": "value is None",
-    "kdist.training.backup.BackupAndRestore": "steps(model) == 100",
+    "kdist.training.backup_and_restore.BackupAndRestore": "steps(model) == 100",
     "kdist.training.drift.DriftWatch": "steps(model) == 100",
     "kdist.training.preemption.PreemptionCheckpointHandler": "seen == list(range(10_000))",
     "kdist.training.run_log.RunLog": "os.listdir('runs/first') == ['worker-0.jsonl']",

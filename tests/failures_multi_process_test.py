@@ -14,8 +14,8 @@ from tests.helpers.alive import identity_of, left_of
 from tests.helpers.processes import BACKENDS, full_unless
 from tests.helpers.scripts import RUN, TRAINS, Script, environments_of, local_addresses, started
 
-# The promised seconds until a job ends, with the launcher and without it.
-LAUNCHED, ALONE = 1.0, 15.0
+# The promised seconds until a job ends: with the launcher, without it, and after SIGSTOP of a worker.
+LAUNCHED, ALONE, STOPPED = 1.0, 15.0, 5.0
 # Additional seconds for a machine that is busy with other tests. The tests print the measured times.
 SLACK = 5.0
 
@@ -78,6 +78,51 @@ def test_without_the_launcher_the_survivor_names_the_lost_worker(backend, victim
         expected = f"The job lost worker {victim} ({addresses[victim]})"
         assert expected in survivor.stderr(), survivor.stderr()
         assert seconds < ALONE + SLACK
+
+
+# Without a callback with batch hooks, the workers exchange no messages during the steps.
+STEPS = """
+import os
+import numpy as np
+import kdist, keras
+
+options = kdist.experimental.CommunicationOptions(implementation=os.environ["SUMS"])
+strategy = kdist.MultiWorkerMirroredStrategy(communication_options=options)
+with strategy.scope():
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+x = np.random.RandomState(0).rand(400_000, 3)
+model.fit(x[:400], x[:400, :1], batch_size=4, verbose=0)
+print("TRAINS", flush=True)
+model.fit(x, x[:, :1], batch_size=4, verbose=0)
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["chief", "other"])
+@pytest.mark.parametrize("sums", ["AUTO", "RING"])  # in shared memory, and in the collectives of the backend
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.in_turn(12)
+@pytest.mark.kills("jax_waits_for_stopped_workers", "tf_waits_for_stopped_workers")
+def test_all_backends_notice_a_stopped_worker_at_the_same_time(backend, sums, victim, tmp_path, capsys):
+    addresses = local_addresses(2)
+    with started(tmp_path, STEPS, environments_of(backend, addresses, SUMS=sums)) as scripts:
+        for script in scripts:
+            script.wait_for("TRAINS")
+        time.sleep(1)
+        survivor = scripts[1 - victim]
+        began = time.monotonic()
+        os.kill(scripts[victim].process.pid, signal.SIGSTOP)
+        while f"The job lost worker {victim} ({addresses[victim]})" not in survivor.stderr():
+            assert survivor.exit_code is None and time.monotonic() - began < 60, survivor.output()
+            time.sleep(0.05)
+        seconds = time.monotonic() - began
+        code = survivor.wait(60)
+        report(
+            capsys,
+            f"{backend}, {sums}: noticed {seconds:.1f} s after SIGSTOP of worker {victim}, code {code}",
+        )
+        assert code != 0
+        assert seconds < STOPPED + SLACK
 
 
 FAILS = TRAINS.replace(

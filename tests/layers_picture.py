@@ -23,7 +23,7 @@ WORDS = {
     "named": "module:function",
     "cluster": "workers and addresses",
     "tracing": "KDIST_TRACE",
-    "gaps": "unsupported features",
+    "unsupported": "unsupported features",
     "topology": "replicas, variable storage",
     "arrays": "rows, structures",
     "communication": "options of collectives",

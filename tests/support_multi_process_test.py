@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kdist import gaps
+from kdist import unsupported
 from tests.contract import support
 from tests.helpers.environment import ROOT
 from tests.helpers.processes import BACKENDS, full_unless, run
@@ -18,7 +18,7 @@ def _cells():
         for place, backend in enumerate(BACKENDS):
             # `make test` runs each strategy on one backend per turn, and all gaps, because they take no time.
             today = place == (index + turn()) % 3
-            is_pair = today or gaps.find(name.rpartition(".")[2], backend, "create") is not None
+            is_pair = today or unsupported.find(name.rpartition(".")[2], backend, "create") is not None
             marks = [*full_unless(is_pair), pytest.mark.xdist_group(f"pool-{backend}")]
             yield pytest.param(name, backend, id=f"{name}-{backend}", marks=marks)
 
@@ -47,5 +47,5 @@ def test_the_page_shows_what_failed():
     page = support.page(results)
     table = page.partition("\n`fit` on arrays:\n\n")[2].partition("\n\n")[0]
     assert "| `MirroredStrategy` | ✓ | ✗ | ✓ |" in table
-    gap = gaps.find("TPUStrategy", "torch", "create")
+    gap = unsupported.find("TPUStrategy", "torch", "create")
     assert f"{gap.reason} {gap.remedy}" in page

@@ -22,7 +22,7 @@ from kdist.communication.options import CommunicationOptions
 from kdist.context import StrategyLike
 from kdist.control import stalls
 from kdist.errors import KdistError, UnsupportedError
-from kdist.topology import Sharded, Topology
+from kdist.topology import Topology
 
 if TYPE_CHECKING:
     import keras
@@ -333,12 +333,12 @@ class Runtime(ABC):
     @property
     def takes_variables(self) -> bool:
         """Whether new variables need `broadcast_variables`."""
-        return self.num_workers > 1 or isinstance(self.topology.storage, Sharded)
+        return self.num_workers > 1 or self.topology.sharded is not None
 
     @property
     def divides_over_workers(self) -> bool:
         """Whether variables are sharded over workers. All workers must then read and save them together."""
-        return self.num_workers > 1 and isinstance(self.topology.storage, Sharded)
+        return self.num_workers > 1 and self.topology.sharded is not None
 
     def kept_whole(self, variables: Sequence[keras.Variable]) -> AbstractContextManager[object]:
         """A context manager in which one worker can read whole variables. All workers must enter it."""

@@ -68,7 +68,7 @@ def check_equal(
     return [message["note"] for message in messages]
 
 
-def meet_to_read(runtime: Runtime, variables: Sequence[keras.Variable]) -> None:
+def wait_to_read(runtime: Runtime, variables: Sequence[keras.Variable]) -> None:
     """Waits until all workers read the same sharded variables, because their collectives must match.
 
     Args:

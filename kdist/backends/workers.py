@@ -10,10 +10,9 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from kdist import communication
-from kdist.cluster import Cluster, liveness
+from kdist.cluster import Cluster, timeouts
 from kdist.control import channel
 from kdist.control.channel import Channel
-from kdist.control.lost_workers import HUNG, Loss
 from kdist.control.stalls import StallWatch
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ class JoinedWorkers(Workers, ABC):
         self.worker_index = cluster.worker_index
         self.names = cluster.worker_names
         self.channel = channel
-        self._stalls = StallWatch(self, self.names, self.worker_index)
+        self._stalls = StallWatch(channel, self.waits_in)
 
     def all_gather_bytes(self, data: bytes, timeout: float | None = None) -> list[bytes]:
         """Gathers messages of any length."""
@@ -110,25 +109,9 @@ class JoinedWorkers(Workers, ABC):
         """Returns the workers that are lost or have ended."""
         return frozenset(self.channel.lost)
 
-    def say(self, text: str | None) -> None:
-        """Publishes where this worker waits for the others; `None` when it continues."""
-        self.channel.say(text)
-
-    def read(self) -> dict[int, str]:
-        """Returns the other workers that wait, and where each one waits."""
-        return self.channel.waiting()
-
     @abstractmethod
     def waits_in(self, filename: str) -> bool:
         """Returns whether the main thread may wait for workers, given its innermost file outside Python."""
-
-    def farewell(self, text: str) -> None:
-        """Sends the reason why this worker ends to the others."""
-        self.channel.leave(Loss(HUNG, text))
-
-    def died(self) -> dict[int, str]:
-        """Returns a worker that died, hung or was stopped, and the reason."""
-        return self.channel.died()
 
     def check_others(self) -> None:
         """Raises an error if a worker is lost or has ended."""
@@ -140,7 +123,7 @@ class JoinedWorkers(Workers, ABC):
         from kdist.communication.memory_offer import Offer  # imports NumPy
 
         offer = Offer(self.worker_index, self.num_workers, is_wanted)
-        seconds = self.channel.timeout_seconds or liveness.engine_timeout()
+        seconds = self.channel.timeout_seconds or timeouts.engine_timeout()
         gather = self.channel.gather_json
         self.memory = offer.connect(gather(offer.description), gather, seconds)
         if self.memory is not None:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
+
+# With many workers, a shard has at least `_LEAST_BYTES`, because a file system is slow with thousands of small files.
+_FEW_SHARDS = 8
+_LEAST_BYTES = 64 << 20
 
 
 class Size(NamedTuple):
@@ -20,6 +25,18 @@ class Span(NamedTuple):
     tensor: int  # position among all tensors
     first: int
     last: int  # one past the last element
+
+
+def number_of_shards(num_bytes: int, num_workers: int) -> int:
+    """Returns how many workers write a shard: all, or fewer if a shard would have less than 64 MiB.
+
+    Example:
+
+    >>> from kdist.checkpoint.shards import number_of_shards
+    >>> number_of_shards(1 << 30, 4096)
+    16
+    """
+    return min(num_workers, max(_FEW_SHARDS, math.ceil(num_bytes / _LEAST_BYTES)))
 
 
 def cut(sizes: Sequence[Size], shard: int, num_shards: int) -> list[Span]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from kdist.checkpoint import plain, state
 from kdist.checkpoint.index import DTYPES, Tensor
-from kdist.checkpoint.shards import Span, cut
+from kdist.checkpoint.shards import Span, cut, number_of_shards
 from kdist.checkpoint.writing import Share
 from kdist.errors import CheckpointError, InvalidArgumentError
 from kdist.version import __version__
@@ -99,7 +99,10 @@ def take(
     counter: int,
 ) -> Share:
     """Returns this worker's share. It refers to the variables, and only copies sharded variables."""
-    spans = cut([tensor.size for tensor in contents.tensors], folder.rank, len(folder.members))
+    sizes = [tensor.size for tensor in contents.tensors]
+    num_bytes = sum(size.elements * size.itemsize for size in sizes)
+    num_shards = number_of_shards(num_bytes, len(folder.members))
+    spans = cut(sizes, folder.rank, num_shards) if folder.rank < num_shards else []
 
     check = (lambda: None) if runtime is None else runtime.group.check_intact
     read: Callable[[], Iterable[np.ndarray]] = functools.partial(_read, contents.sources, spans, check)
@@ -125,7 +128,7 @@ def take(
         if folder.rank == 0
         else {},
     }
-    return Share(contents.tensors, spans, read, facts, contents.states)
+    return Share(contents.tensors, spans, num_shards, read, facts, contents.states)
 
 
 def _read(

@@ -27,7 +27,7 @@ from kdist.checkpoint.checksums import crc32
 from kdist.checkpoint.folders import Folder, clean_store, remove
 from kdist.checkpoint.index import DTYPES, File, Index, Piece, Tensor, dump
 from kdist.checkpoint.shards import Span
-from kdist.cluster import liveness
+from kdist.cluster import timeouts
 from kdist.control import stalls, whereabouts
 from kdist.errors import CheckpointError
 
@@ -52,6 +52,7 @@ class Share:
 
     tensors: Sequence[Tensor]  # All tensors of the checkpoint.
     spans: Sequence[Span]  # The spans of this worker.
+    num_shards: int  # The workers of the first ranks write a shard each.
     read: Callable[[], Iterable[np.ndarray]]  # Yields the bytes of each span once.
     facts: Mapping[str, Any]  # Further fields of the index.
     states: Mapping[str, object]  # The states of this worker's objects.
@@ -139,8 +140,22 @@ class Save:
 
 
 def write_shard(folder: Folder, share: Share) -> None:
-    """Writes this worker's shard, waits until it is on disk, and reports it to the first worker."""
-    name = layout.shard(folder.rank, len(folder.members), folder.tag)
+    """Writes this worker's shard, if it has one, and reports it to the first worker."""
+    faults.point("save-write")
+    said = {"states": dict(share.states)}
+    if folder.rank < share.num_shards:
+        said |= _write_spans(folder, share)
+    report = os.path.join(folder.temporary, layout.report(folder.rank, folder.tag))
+    part = report if folder.tag else f"{report}.part"  # an object appears when it is complete
+    write_file(part, [json.dumps(said).encode()])
+    faults.point("save-report")
+    if part != report:
+        os.rename(part, report)
+
+
+def _write_spans(folder: Folder, share: Share) -> dict[str, Any]:
+    """Writes this worker's shard, waits until it is on disk, and returns its entries for the index."""
+    name = layout.shard(folder.rank, share.num_shards, folder.tag)
     header = header_of(share)
     offsets = share.offsets()
     checksums: list[Callable[[], int]] = []
@@ -157,7 +172,6 @@ def write_shard(folder: Folder, share: Share) -> None:
 
     # In a synchronous save, compute checksums in parallel with writing, because the main thread waits.
     beside = threading.current_thread() is threading.main_thread()
-    faults.point("save-write")
     with ThreadPoolExecutor(1) if beside else contextlib.nullcontext() as pool:
         write_file(os.path.join(folder.temporary, name), parts())
         found = [checksum() for checksum in checksums]
@@ -166,13 +180,7 @@ def write_shard(folder: Folder, share: Share) -> None:
         for span, begin, crc in zip(share.spans, offsets, found, strict=False)
     ]
     file = File(name, len(header) + offsets[-1], len(header), crc32(header))
-    said = {"file": asdict(file), "pieces": pieces, "states": dict(share.states)}
-    report = os.path.join(folder.temporary, layout.report(folder.rank, folder.tag))
-    part = report if folder.tag else f"{report}.part"  # an object appears when it is complete
-    write_file(part, [json.dumps(said).encode()])
-    faults.point("save-report")
-    if part != report:
-        os.rename(part, report)
+    return {"file": asdict(file), "pieces": pieces}
 
 
 def write_file(path: str, parts: Iterable[Any]) -> None:
@@ -270,7 +278,7 @@ def _taken(folder: Folder) -> CheckpointError:
 def merge(folder: Folder, share: Share, reports: Sequence[Mapping[str, Any]]) -> Index:
     """Returns the index of a checkpoint, merged from the reports of all workers."""
     pieces: list[list[Piece]] = [[] for _ in share.tensors]
-    for report in reports:
+    for report in reports[: share.num_shards]:
         for number, piece in report["pieces"]:
             pieces[number].append(Piece(**piece))
     tensors = [
@@ -288,7 +296,7 @@ def merge(folder: Folder, share: Share, reports: Sequence[Mapping[str, Any]]) ->
         saved_at=round(saved_at, 6),
         workers=list(folder.members),
         tensors=tensors,
-        files=[File(**report["file"]) for report in reports],
+        files=[File(**report["file"]) for report in reports[: share.num_shards]],
         states=states,
         **share.facts,
     )
@@ -337,7 +345,7 @@ def wait_for(folder: Folder, rank: int) -> Mapping[str, Any]:
 
 def _patience() -> float:
     """Returns for how many seconds the directory may stay unchanged."""
-    seconds = _PATIENCE_HEARTBEATS * liveness.heartbeat_timeout()
+    seconds = _PATIENCE_HEARTBEATS * timeouts.heartbeat_timeout()
     if threading.main_thread().is_alive():
         return seconds
     failed = getattr(sys, "last_type", None) is not None

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from kdist.cluster import liveness, logs
+from kdist.cluster import logs, timeouts
 from kdist.control.activity import is_stopped
 
 _HEADER = struct.Struct("!4scIQ")
@@ -32,7 +32,7 @@ _UNACKNOWLEDGED = struct.Struct("@24xI28xI")
 # Shares of the heartbeat timeout: between two heartbeats; without heartbeats on the same and on another machine; and
 # without an acknowledgment of another machine. A C call that holds the GIL also stops heartbeats, but not the kernel,
 # which sends acknowledgments. On the same machine, the kernel shows whether a process is stopped.
-_BEATS, _SILENCE, _SILENCE_ELSEWHERE, _UNREACHABLE = 0.05, 0.25, 4.0, 0.75
+_BEATS, _SILENCE, _SILENCE_ELSEWHERE, _UNREACHABLE = 0.05, 0.15, 4.0, 0.75
 _BEAT = b"b"
 # Seconds to wait for the other side when the connections end.
 _FAREWELL = 1.0
@@ -189,7 +189,7 @@ class Connections:
         self.changed = threading.Condition()
         """The lock of all state, which is notified of each change."""
         self._handler = handler
-        self._timeout = liveness.heartbeat_timeout()
+        self._timeout = timeouts.heartbeat_timeout()
         self._all = {index: Connection(link, self._timeout) for index, link in sockets.items()}
         self._blocked: set[int] = set()  # they have unsent bytes
         self._looked = time.monotonic()
@@ -327,7 +327,7 @@ class Connections:
         """Sends a heartbeat, and notes workers without heartbeats as stopped."""
         self.broadcast(_BEAT, os.getpid())
         now = time.monotonic()
-        if now - self._looked > self._timeout * _SILENCE / 2:  # this process itself was stopped
+        if now - self._looked > self._timeout * _SILENCE:  # this process itself was stopped
             for connection in self._all.values():
                 connection.heard = now
         self._looked = now

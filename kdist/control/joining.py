@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from kdist.cluster import Cluster, liveness, logs
+from kdist.cluster import Cluster, logs, timeouts
 from kdist.cluster.roles import listed
 from kdist.control import lost_workers
 from kdist.control.channel import Channel
@@ -47,7 +47,7 @@ def join_once(
     """
     global _joined
     if _joined is None:
-        began, timeout = time.monotonic(), liveness.join_timeout()
+        began, timeout = time.monotonic(), timeouts.join_timeout()
         logs.logger.debug("joining %s (timeout: %g s)", listed(cluster.worker_names), timeout)
         with contextlib.ExitStack() as cleanup:
 

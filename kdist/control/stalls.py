@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import NoReturn, Protocol
 
-from kdist.cluster import liveness
+from kdist.cluster import timeouts
 from kdist.control import activity, frames, whereabouts
-from kdist.control.lost_workers import DIED, ENDED, REASONS
+from kdist.control.lost_workers import DIED, ENDED, HUNG, REASONS, Loss
 from kdist.errors import WorkerLostError, WorkerTimeoutError
 
 # Shares of the heartbeat timeout: until a worker publishes that it waits, until a worker without progress is
@@ -39,18 +39,18 @@ _DEBUGGERS = ("bdb.py", "pdb.py", "pydevd.py", "debugpy", "IPython/core/interact
 
 
 class Board(Protocol):
-    """The connection of the stall watch to the other workers."""
+    """The part of a `Channel` that the stall watch uses."""
+
+    names: Sequence[str]
+    index: int
 
     def say(self, text: str | None) -> None:
         """Publishes where this worker waits for the others; `None` when it continues."""
 
-    def read(self) -> dict[int, str]:
+    def waiting(self) -> dict[int, str]:
         """Returns the other workers that wait, and where each one waits."""
 
-    def waits_in(self, filename: str) -> bool:
-        """Returns whether the main thread may wait for workers, given its innermost file outside Python."""
-
-    def farewell(self, text: str) -> None:
+    def leave(self, loss: Loss) -> None:
         """Sends the reason why this worker ends to the others."""
 
     def died(self) -> Mapping[int, str]:
@@ -77,19 +77,22 @@ class Machine:
 
 
 class StallWatch:
-    """Watches the main thread of this worker from a background thread."""
+    """Watches the main thread of this worker from a background thread.
 
-    def __init__(
-        self, board: Board, names: Sequence[str], worker_index: int, machine: Machine | None = None
-    ) -> None:
+    Args:
+        board: The channel of this worker.
+        waits_in: Returns whether the main thread may wait for workers, given its innermost file outside Python.
+        machine: The clock and the CPU usage.
+    """
+
+    def __init__(self, board: Board, waits_in: Callable[[str], bool], machine: Machine | None = None) -> None:
         self._machine = machine or Machine()
         self._board = board
-        self._names = names
-        self._index = worker_index
-        self._me = names[worker_index]
-        self._timeout = liveness.heartbeat_timeout()
+        self._waits_in = waits_in
+        self._me = board.names[board.index]
+        self._timeout = timeouts.heartbeat_timeout()
         self._suspects_after = self._timeout * _SUSPECTS_AFTER
-        self._ends_after = liveness.hang_timeout()
+        self._ends_after = timeouts.hang_timeout()
         self._warned: float | None = None  # the start of the idle time that was last reported
         self._closed = threading.Event()
         self._seen: object = None
@@ -117,7 +120,7 @@ class StallWatch:
             stack = frames.frames_of_thread(_watched_thread())
             if not stack:
                 continue
-            waits = self._board.waits_in(_innermost(stack)) or any(check() for check in _elsewhere)
+            waits = self._waits_in(_innermost(stack)) or any(check() for check in _elsewhere)
             self._note_movement(stack, waits)
             resting = self._machine.now() - self._since
             self._say(waits and resting > self._timeout * _SAYS_AFTER)
@@ -143,15 +146,15 @@ class StallWatch:
             self._said = waits
 
     def _judge(self, resting: float) -> None:
-        waiting = self._board.read()
+        waiting = self._board.waiting()
         lost = {} if _told else self._board.died()
         if self._closed.is_set() or not (waiting or lost):
             return
         if lost:
             if resting > self._suspects_after:
-                self._end(lost_error(self._names, self._index, lost), 1)
+                self._end(lost_error(self._board.names, self._board.index, lost), 1)
             return
-        others = ", ".join(f"{self._names[i]} in {where}" for i, where in sorted(waiting.items()))
+        others = ", ".join(f"{self._board.names[i]} in {where}" for i, where in sorted(waiting.items()))
         rests = (
             f"its main thread made no progress and used no CPU for {resting:.0f} s, at {whereabouts.describe()}. "
             f"Other workers wait for it: {others}."
@@ -162,7 +165,7 @@ class StallWatch:
                 hint="Find the line that hangs in the stack trace above. If it can take this long, allow more time: "
                 "export KDIST_HANG_TIMEOUT=3600",
             )
-            self._end(error, liveness.STALLED)
+            self._end(error, timeouts.STALLED)
         elif self._warned != self._since:
             self._warned = self._since
             print_stack(
@@ -181,8 +184,8 @@ class StallWatch:
             )
             sys.stdout.flush()
         with contextlib.suppress(Exception):
-            if code == liveness.STALLED:
-                self._board.farewell(f"it hung at {whereabouts.describe()}")
+            if code == timeouts.STALLED:
+                self._board.leave(Loss(HUNG, f"it hung at {whereabouts.describe()}"))
         self._machine.end(code)
 
 

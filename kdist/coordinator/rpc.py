@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from kdist.arrays.memory import aligned_empty
-from kdist.cluster import liveness
+from kdist.cluster import timeouts
 from kdist.cluster.addresses import cannot_listen, is_loopback, split_address
 from kdist.coordinator import tls
 from kdist.coordinator.threads import DaemonThreads
@@ -219,7 +219,7 @@ class Peer:
 
 def _keep_alive() -> tuple[tuple[str, int], ...]:
     """Returns the options that detect stopped processes, and hosts that disappear without closing connections."""
-    third = round(liveness.heartbeat_timeout() * 1000 / 3)
+    third = round(timeouts.heartbeat_timeout() * 1000 / 3)
     return (
         ("grpc.keepalive_time_ms", third),
         ("grpc.keepalive_timeout_ms", 2 * third),

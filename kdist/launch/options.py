@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kdist.cluster import liveness, logs, split_address, visible_gpus
+from kdist.cluster import logs, split_address, timeouts, visible_gpus
 from kdist.errors import InvalidArgumentError
 from kdist.launch.plan import EVALUATOR_TIMEOUT, TASK_RESTARTS
 
@@ -271,10 +271,10 @@ def variables_of(options: argparse.Namespace) -> dict[str, str]:
     if options.log_level:
         variables[logs.VARIABLE] = options.log_level
     for option, variable, text in (
-        ("--heartbeat-timeout", liveness.HEARTBEAT_VARIABLE, options.heartbeat_timeout),
-        ("--hang-timeout", liveness.HANG_VARIABLE, options.hang_timeout),
-        ("--join-timeout", liveness.JOIN_VARIABLE, options.join_timeout),
+        ("--heartbeat-timeout", timeouts.HEARTBEAT_VARIABLE, options.heartbeat_timeout),
+        ("--hang-timeout", timeouts.HANG_VARIABLE, options.hang_timeout),
+        ("--join-timeout", timeouts.JOIN_VARIABLE, options.join_timeout),
     ):
         if text is not None:
-            variables[variable] = f"{liveness.parse_seconds(text, option):g}"
+            variables[variable] = f"{timeouts.parse_seconds(text, option):g}"
     return variables

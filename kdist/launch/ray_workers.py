@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kdist.cluster import environment, join_address, liveness
+from kdist.cluster import environment, join_address, timeouts
 from kdist.cluster.keras_backends import check_backend_name
 from kdist.errors import InvalidArgumentError, LaunchError, WorkerTimeoutError
 from kdist.launch import shipping
@@ -112,12 +112,12 @@ def _reserved(ray: Any, count: int, needs: Mapping[str, float], deadline: float)
     """Reserves resources for all workers at once, on few machines, because training needs all workers."""
     group = ray.util.placement_group([dict(needs)] * count, strategy="PACK")
     try:
-        patience = min(liveness.join_timeout(), max(0.0, deadline - time.monotonic()))
+        patience = min(timeouts.join_timeout(), max(0.0, deadline - time.monotonic()))
         if not group.wait(patience):
             raise WorkerTimeoutError(
                 f"The Ray cluster had no room for all workers within {patience:.0f} s.",
                 received={"num_workers": count, "resources": dict(needs), "free": ray.available_resources()},
-                hint=f"Stop other jobs on the cluster, or wait longer: export {liveness.JOIN_VARIABLE}=3600",
+                hint=f"Stop other jobs on the cluster, or wait longer: export {timeouts.JOIN_VARIABLE}=3600",
             )
         yield group
     finally:
@@ -185,7 +185,7 @@ def _actor(ray: Any, group: Any, bundle: int, needs: Mapping[str, float]) -> Any
 
 def _ports(ray: Any, asked: Sequence[Any]) -> list[int]:
     try:
-        return ray.get(list(asked), timeout=liveness.join_timeout())
+        return ray.get(list(asked), timeout=timeouts.join_timeout())
     except ray.exceptions.RayError as error:
         raise LaunchError(
             "A worker could not start on the Ray cluster.",

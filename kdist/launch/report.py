@@ -6,7 +6,7 @@ import re
 import signal
 from collections.abc import Sequence
 
-from kdist.cluster import liveness
+from kdist.cluster import timeouts
 from kdist.cluster.roles import listed
 from kdist.launch.linux import is_stopped, signal_name
 from kdist.launch.worker_process import WorkerProcess
@@ -41,7 +41,7 @@ def first_failure(
     first = (own_fault or frozen or [min(reasons(failures) or failures, key=_failed_at)])[0]
     first.frozen = first in frozen
     gone = {id(worker) for worker in (*own_fault, *frozen)}
-    if (first.exit_code or 0) < 0 or first.exit_code == liveness.STALLED:
+    if (first.exit_code or 0) < 0 or first.exit_code == timeouts.STALLED:
         gone.add(id(first))
     return first, len(gone)
 
@@ -71,7 +71,7 @@ def describe_exit(exit_code: int, frozen: bool = False) -> str:
     """
     if frozen:
         return "was stopped by a signal such as SIGSTOP"
-    if exit_code == liveness.PREEMPTED:
+    if exit_code == timeouts.PREEMPTED:
         return f"was preempted and can resume after a restart (exit code {exit_code})"
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"

@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 
-from kdist.cluster import injection, liveness, logs
+from kdist.cluster import injection, logs, timeouts
 from kdist.errors import InvalidArgumentError
 from kdist.launch import linux, outline, report
 from kdist.launch.options import whole_number
@@ -64,7 +64,7 @@ def read_options(
         restarts = whole_number("--max-restarts", options.max_restarts, 0)
     patience = EVALUATOR_TIMEOUT
     if options.evaluator_timeout is not None:
-        patience = liveness.parse_seconds(options.evaluator_timeout, "--evaluator-timeout")
+        patience = timeouts.parse_seconds(options.evaluator_timeout, "--evaluator-timeout")
     return Policy(
         max_restarts=0 if num_ps else restarts or 0,
         task_restarts=TASK_RESTARTS if restarts is None else restarts,
@@ -147,7 +147,7 @@ class Job:
         faults = [fault for fault in self.policy.faults if self._starts == 0 or fault.always]
         told = {
             **self.variables,
-            liveness.RESTART_VARIABLE: str(self._starts),
+            timeouts.RESTART_VARIABLE: str(self._starts),
             injection.VARIABLE: injection.join(faults),
         }
         return plan_job(
@@ -190,7 +190,7 @@ class Job:
         fewer = self.local_workers
         if policy.min_workers is not None and outcome.lost:
             fewer = max(self.local_workers - outcome.lost, policy.min_workers)
-        if failed.exit_code == liveness.PREEMPTED:
+        if failed.exit_code == timeouts.PREEMPTED:
             if policy.max_restarts == 0:
                 return None
             which = f"restart {self._starts + 1} (not counted)"
@@ -212,7 +212,7 @@ def _end_interrupted(workers: Sequence[WorkerProcess], signum: int, err: Sink) -
     # If all workers handled the signal (saved a checkpoint and exited with 0), the job has succeeded.
     if codes == {0}:
         return 0
-    return liveness.PREEMPTED if codes <= {0, liveness.PREEMPTED} else 128 + signum
+    return timeouts.PREEMPTED if codes <= {0, timeouts.PREEMPTED} else 128 + signum
 
 
 def _signal(signum: int) -> str:

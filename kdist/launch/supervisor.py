@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from kdist.cluster import injection, liveness
+from kdist.cluster import injection, timeouts
 from kdist.launch import linux, report
 from kdist.launch.output import Sink
 from kdist.launch.plan import JobPlan, Policy
@@ -242,7 +242,7 @@ class Supervisor:
 
     def _note_failure(self, worker: WorkerProcess) -> None:
         # Preempted workers exit together, when the slowest worker has saved its share.
-        window = self.grace if worker.exit_code == liveness.PREEMPTED else _WINDOW
+        window = self.grace if worker.exit_code == timeouts.PREEMPTED else _WINDOW
         if not self._failures or window == _WINDOW:
             self._judge_at = min(self._judge_at, time.monotonic() + window)
         self._failures.append(worker)
@@ -257,7 +257,7 @@ class Supervisor:
 
     def _start_again(self, worker: WorkerProcess) -> None:
         most = self.policy.task_restarts
-        if worker.exit_code == liveness.PREEMPTED and most:
+        if worker.exit_code == timeouts.PREEMPTED and most:
             which = "restart not counted"
         elif worker.counted_restarts < most:
             worker.counted_restarts += 1

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
-from kdist.cluster import liveness
+from kdist.cluster import timeouts
 from kdist.launch import linux
 from kdist.launch.output import LineStream, Sink, Tail
 from kdist.launch.plan import WorkerPlan
@@ -110,7 +110,7 @@ class WorkerProcess:
         """Restarts the process after its exit, with additional variables. Appends to its log file."""
         self.close()
         self.restarts += 1
-        environ = {**self.plan.environ, **told, liveness.RESTART_VARIABLE: str(self.restarts)}
+        environ = {**self.plan.environ, **told, timeouts.RESTART_VARIABLE: str(self.restarts)}
         self.plan = dataclasses.replace(self.plan, environ=environ)
         self.exit_code, self.tail, self.append = None, Tail(), True
         self.start()

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 from kdist.backends import get_backend
 from kdist.cluster import logs
 from kdist.cluster.roles import listed, number_of
-from kdist.topology import Central, Mirrored, Sharded
 
 if TYPE_CHECKING:
     from kdist.backends.contract import Runtime
+    from kdist.topology import Topology
 
 
 # The first announced plan. Later strategies of the same job would only repeat it.
@@ -58,7 +58,7 @@ def describe(strategy: Described) -> str:
     parts = strategy._told.tasks or [
         *_worker(runtime),
         _devices(runtime),
-        *_storage(runtime.topology.storage, runtime.num_replicas),
+        *_storage(runtime.topology, runtime.num_replicas),
     ]
     if runtime.communication:
         parts = [*parts, runtime.communication]
@@ -104,10 +104,10 @@ def _devices(runtime: Runtime) -> str:
     return f"{number} device{'s' * (number > 1)} ({listed(runtime.devices)})"
 
 
-def _storage(storage: Mirrored | Central | Sharded, num_devices: int) -> list[str]:
-    if isinstance(storage, Central):
-        return [f"variables on {storage.device}"]
-    if isinstance(storage, Sharded):
-        lengths = zip(storage.axes, storage.mesh_shape(num_devices), strict=True)
+def _storage(topology: Topology, num_devices: int) -> list[str]:
+    if topology.is_central:
+        return [f"variables on {topology.parameter_devices[0]}"]
+    if topology.sharded is not None:
+        lengths = topology.sharded.lengths(num_devices).items()
         return ["mesh " + " × ".join(f"{axis}={length}" for axis, length in lengths)]
     return []

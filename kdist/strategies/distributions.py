@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kdist import gaps
+from kdist import unsupported
 from kdist.backends import get_backend
 from kdist.backends.contract import Runtime
 from kdist.errors import StrategyScopeError
 from kdist.strategies.layouts import LayoutRules, read_layouts
-from kdist.topology import Central, Sharded
 
 if TYPE_CHECKING:
     import keras
@@ -22,14 +21,14 @@ def distribution_of(runtime: Runtime) -> keras.distribution.Distribution:
     import keras
 
     library: Any = keras.distribution
-    storage = runtime.topology.storage
-    kind = "CentralStorageStrategy" if isinstance(storage, Central) else "Strategy"
-    gaps.require(kind, get_backend().name, "distribution")
-    if not isinstance(storage, Sharded):
+    sharded = runtime.topology.sharded
+    kind = "CentralStorageStrategy" if runtime.topology.is_central else "Strategy"
+    unsupported.check(kind, get_backend().name, "distribution")
+    if sharded is None:
         return library.DataParallel(devices=runtime.all_devices, auto_shard_dataset=False)
-    lengths = _lengths(runtime, storage)
+    lengths = sharded.lengths(len(runtime.all_devices))
     mesh = library.DeviceMesh(tuple(lengths.values()), list(lengths), runtime.all_devices)
-    strategy_layout = storage.layout
+    strategy_layout = sharded.layout
 
     class Divided(library.ModelParallel):
         """Uses the layout of the strategy, because Keras's layout map does not receive a variable's shape."""
@@ -46,7 +45,7 @@ def distribution_of(runtime: Runtime) -> keras.distribution.Distribution:
     layout_map = library.LayoutMap(mesh)
     for pattern, axes in getattr(strategy_layout, "rules", {}).items():
         layout_map[pattern] = axes
-    return Divided(layout_map=layout_map, batch_dim_name=storage.batch_axis, auto_shard_dataset=False)
+    return Divided(layout_map=layout_map, batch_dim_name=sharded.batch_axis, auto_shard_dataset=False)
 
 
 def check_current(strategy: StrategyLike) -> None:
@@ -57,21 +56,17 @@ def check_current(strategy: StrategyLike) -> None:
     if current is None:
         return
     runtime = strategy.runtime
-    storage = runtime.topology.storage
-    own: tuple[object, ...] = (runtime.all_devices, None, None, None)
-    if isinstance(storage, Sharded):
-        own = (runtime.all_devices, _lengths(runtime, storage), storage.batch_axis, storage.layout)
-    if isinstance(storage, Central) or _comparable(facts_of(current)) != _comparable(own):
+    devices = runtime.all_devices
+    own: tuple[object, ...] = (devices, None, None, None)
+    if sharded := runtime.topology.sharded:
+        own = (devices, sharded.lengths(len(devices)), sharded.batch_axis, sharded.layout)
+    if runtime.topology.is_central or _comparable(facts_of(current)) != _comparable(own):
         raise StrategyScopeError(
             "The active keras.distribution conflicts with the strategy.",
             received={"distribution": current, "its_devices": facts_of(current)[0], "strategy": strategy},
             hint="Remove the call of keras.distribution.set_distribution, or use "
             "kdist.KerasDistributionStrategy(distribution).",
         )
-
-
-def _lengths(runtime: Runtime, storage: Sharded) -> dict[str, int]:
-    return dict(zip(storage.axes, storage.mesh_shape(len(runtime.all_devices)), strict=True))
 
 
 def facts_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kdist import gaps
+from kdist import unsupported
 from kdist.backends import get_backend
 from kdist.cluster import ClusterResolver, discover
 from kdist.communication.options import CommunicationOptions
@@ -60,7 +60,7 @@ class KerasDistributionStrategy(ShardedStrategy):
         import keras
 
         backend = get_backend()
-        gaps.require(type(self).__name__, backend.name)
+        unsupported.check(type(self).__name__, backend.name)
         kinds = (keras.distribution.DataParallel, keras.distribution.ModelParallel)
         if not isinstance(distribution, kinds):
             raise InvalidArgumentError(

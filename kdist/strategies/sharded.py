@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kdist import gaps
+from kdist import unsupported
 from kdist.backends import get_backend
 from kdist.cluster import ClusterResolver, TFConfigClusterResolver
 from kdist.communication.options import CommunicationOptions
@@ -35,11 +35,11 @@ class ShardedStrategy(Strategy):
         communication_options: CommunicationOptions | None,
     ) -> None:
         backend = get_backend()
-        gaps.require(type(self).__name__, backend.name)
+        unsupported.check(type(self).__name__, backend.name)
         options = check_options(communication_options)
         cluster, names = find_workers(cluster_resolver, devices)
         if len(names) > 1 and isinstance(storage, Sharded):
-            gaps.require(type(self).__name__, backend.name, "devices", {"devices": names})
+            unsupported.check(type(self).__name__, backend.name, "devices", {"devices": names})
         self._cluster_resolver = cluster.resolver or TFConfigClusterResolver()
         topology = Topology(names, cluster if cluster.num_workers > 1 else None, storage)
         super().__init__(join_workers(topology, options))

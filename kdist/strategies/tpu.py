@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TypeVar
 
-from kdist import gaps
+from kdist import unsupported
 from kdist.backends import get_backend
 from kdist.cluster import ClusterResolver, TPUClusterResolver
 from kdist.errors import DeviceError, InvalidArgumentError
@@ -62,7 +62,7 @@ class TPUStrategy(Strategy):
         devices: Sequence[str] | None = None,
     ) -> None:
         backend = get_backend()
-        gaps.require("TPUStrategy", backend.name)
+        unsupported.check("TPUStrategy", backend.name)
         if experimental_device_assignment is not None:
             raise InvalidArgumentError(
                 "TPUStrategy does not support a device assignment: each replica has one device.",

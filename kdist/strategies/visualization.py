@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kdist.errors import InvalidArgumentError
-from kdist.topology import Central, Sharded
 
 if TYPE_CHECKING:
     import keras
@@ -136,26 +135,25 @@ def visualize(strategy: Strategy, model: keras.Model, global_batch_size: int = 8
         )
     runtime = strategy.runtime
     topology = runtime.topology
-    storage, workers = topology.storage, range(runtime.num_workers)
+    sharded, workers = topology.sharded, range(runtime.num_workers)
     computing = [_named(worker, device) for worker in workers for device in topology.devices]
     holding = [_named(worker, device) for worker in workers for device in topology.parameter_devices]
-    devices = list(dict.fromkeys([*holding, *computing] if isinstance(storage, Central) else computing))
+    devices = list(dict.fromkeys([*holding, *computing] if topology.is_central else computing))
     shapes = {variable.path: tuple(variable.shape) for variable in model.weights}
     rows = dict(zip(computing, runtime.split(global_batch_size), strict=False))
     parts: dict[str, dict[str, tuple[Range, ...]]] = {device: {} for device in devices}
     for number, device in enumerate(holding):
         whole = {path: tuple((0, length) for length in shape) for path, shape in shapes.items()}
-        if isinstance(storage, Sharded):
-            lengths = storage.mesh_shape(len(holding))
-            mesh = dict(zip(storage.axes, lengths, strict=True))
+        if sharded is not None:
+            mesh = sharded.lengths(len(holding))
             place = _place(number, mesh)
             if (
                 runtime.sees_all_rows
             ):  # one program for all devices divides the rows over one axis of the mesh
-                batch = storage.batch_axis
+                batch = sharded.batch_axis
                 rows[device] = _cut(global_batch_size, place[batch], mesh[batch])
             for path, shape in shapes.items():
-                layout = storage.layout(path, shape, mesh)
+                layout = sharded.layout(path, shape, mesh)
                 whole[path] = tuple(
                     (0, length) if axis is None else _cut(length, place[axis], mesh[axis])
                     for length, axis in zip(shape, layout, strict=True)

@@ -22,7 +22,7 @@ from kdist.data.reading import read_global
 from kdist.data.sources import is_infinite, py_dataset, torch_loader
 from kdist.data.sources.iterables import IteratorSource
 from kdist.errors import InvalidArgumentError, StrategyScopeError
-from kdist.training.passes import TAKEN, Passes
+from kdist.training.data_position import TAKEN, DataPosition
 
 if TYPE_CHECKING:
     import keras
@@ -70,7 +70,7 @@ class GlobalBatches:
         # Keras also takes all batches of an execution that begins in the epoch and ends after it.
         execution = arguments.get("steps_per_execution") or 1
         self._limit = -(-steps // execution) * execution * epochs if steps else None
-        self._passes = Passes(self.iterator, continues=bool(steps))
+        self._position = DataPosition(self.iterator, continues=bool(steps))
 
     def _adapter(self, dataset: DistributedDataset, model: str, arguments: dict[str, object]) -> Any:
         if dataset._runtime is not self.runtime:
@@ -178,11 +178,11 @@ class GlobalBatches:
 
     def record(self) -> None:
         """Starts to track the position. Call it before the first epoch."""
-        self._passes.record()
+        self._position.record()
 
     def position(self) -> dict[str, Any]:
         """Returns the position in the data for `go_to` in another process, as JSON."""
-        position = self._passes.position() | {"batches": self._batches_of_a_pass()}
+        position = self._position.position() | {"batches": self._batches_of_a_pass()}
         if self._distributed is not None:
             position |= {"taken": 0, "dataset": self._distributed.get_state()}
         return position
@@ -191,8 +191,8 @@ class GlobalBatches:
         """Makes the next epoch resume at `position`, after `step` completed steps of the epoch."""
         self._warn_of_other_batches(position.get("batches") or {}, step or position["taken"])
         self.reset()
-        self._passes.record()
-        self._passes.go_to(position, step)
+        self._position.record()
+        self._position.go_to(position, step)
         if self._distributed is not None:
             self._distributed.set_state(position["dataset"])
 
@@ -219,7 +219,7 @@ class GlobalBatches:
     def __iter__(self) -> Iterator[tuple[int, int, Sequence[ReplicaBatches]]]:
         """Yields the indices of the first and the last step, and the batches of each execution."""
         self.iterator.prepare = self._prepared
-        self._passes.before_epoch()
+        self._position.before_epoch()
         self.share_random_state()
         if keras_hooks.shuffles_py_dataset(self.iterator):
             py_dataset.share_random_state(self.runtime)
@@ -232,16 +232,16 @@ class GlobalBatches:
     def _prepared(self, batches: Iterable[object]) -> Iterator[object]:
         """Converts Keras's iterable to batches for the steps, and counts them."""
         if self._is_array or self._distributed is not None or self._workers_own is not None:
-            started = self._passes.start(batches)
-            return self._passes.counted(self._split(started) if self._is_array else started)
-        start = functools.partial(self._passes.start, batches)
+            started = self._position.start(batches)
+            return self._position.counted(self._split(started) if self._is_array else started)
+        start = functools.partial(self._position.start, batches)
         if (loader := keras_hooks.torch_loader_of(self.iterator)) is not None:
             torch_loader.share_random_states(loader, self.runtime)
             if loader.num_workers == 0:  # an iterator would start processes, and Keras creates two per epoch
                 started = start()
-                return self._passes.counted(self._agreed(lambda: started))
+                return self._position.counted(self._agreed(lambda: started))
         # The pass starts with its first batch, because Keras creates iterators that it never uses.
-        return self._passes.counted(self._agreed(start))
+        return self._position.counted(self._agreed(start))
 
     def _split(self, batches: Iterator[object]) -> Iterator[ReplicaBatches]:
         """Splits batches of arrays, which are equal on all workers, so that no agreement is necessary."""
@@ -253,7 +253,7 @@ class GlobalBatches:
         batches = start()
         # Like Keras, does not request a batch after the last one, because samplers draw from their generator then.
         limits = [self._limit, self.iterator.data_adapter.num_batches]
-        rest = [max(limit - self._passes.taken, 0) for limit in limits if limit is not None]
+        rest = [max(limit - self._position.taken, 0) for limit in limits if limit is not None]
         source = IteratorSource(itertools.islice(batches, min(rest, default=None)))
         steps = open_steps(runtime, read_global(source, runtime, 0, 0), InputOptions(), is_global=True)
         try:

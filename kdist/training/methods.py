@@ -24,7 +24,7 @@ from kdist.control import whereabouts
 from kdist.data.agreement import split_batch
 from kdist.errors import InvalidArgumentError
 from kdist.training import keras_callbacks
-from kdist.training.backup import BackupAndRestore
+from kdist.training.backup_and_restore import BackupAndRestore
 from kdist.training.batches import GlobalBatches
 from kdist.training.ending import Ending
 from kdist.training.progress import Progress

@@ -21,11 +21,11 @@ from kdist.checkpoint.checkpoint import Checkpoint
 from kdist.checkpoint.manager import CheckpointManager
 from kdist.cluster import logs
 from kdist.errors import InvalidArgumentError
-from kdist.training.meetings import Meetings
+from kdist.training.regular_exchange import RegularExchange
 
 EXIT_CODE = 75
 """The exit code of preempted workers: "temporary failure, try again" (EX_TEMPFAIL in sysexits.h)."""
-_MEETING_SECONDS = 0.5
+_EXCHANGE_SECONDS = 0.5
 _LOOK_SECONDS = 1.0
 
 _Result = TypeVar("_Result")
@@ -63,7 +63,7 @@ class TerminationWatch:
 
     def __init__(self, runtime: Runtime | None, config: TerminationConfig) -> None:
         self._config = config
-        self._meetings = Meetings(runtime, _MEETING_SECONDS)
+        self._exchange = RegularExchange(runtime, _EXCHANGE_SECONDS)
         self._noticed: float | None = None
         self._closed = threading.Event()
         self._earlier: Callable[[int, FrameType | None], object] | int | None = None
@@ -80,10 +80,10 @@ class TerminationWatch:
 
     def must_leave(self, num_steps: int) -> bool:
         """Returns whether all workers save and exit after `num_steps` steps. The result is equal on all."""
-        if not self._meetings.is_due(num_steps):
+        if not self._exchange.is_due(num_steps):
             return False
         since = None if self._noticed is None else time.monotonic() - self._noticed
-        said = [seconds for seconds in self._meetings.meet(num_steps, since) if seconds is not None]
+        said = [seconds for seconds in self._exchange.exchange(num_steps, since) if seconds is not None]
         return bool(said) and max(said) >= (self._config.grace_period or 0.0)
 
     def leave(self, save: Callable[[], object]) -> None:

@@ -14,7 +14,6 @@ from kdist.backends.contract import StepFunction
 from kdist.backends.messages import call_on_all, check_equal, read_on_all
 from kdist.context import StrategyLike
 from kdist.errors import InvalidArgumentError, StrategyScopeError, WorkerFailedError
-from kdist.topology import Sharded
 from kdist.training import keras_callbacks, probe
 from kdist.training.batches import GlobalBatches
 from kdist.training.progress import Progress
@@ -193,8 +192,8 @@ class Session:
             self._check_layouts(variables)
 
     def _check_layouts(self, variables: list[keras.Variable]) -> None:
-        storage = self.runtime.topology.storage
-        unused = storage.unused_rules() if isinstance(storage, Sharded) else []
+        sharded = self.runtime.topology.sharded
+        unused = sharded.unused_rules() if sharded else []
         outputs = [f"{path}/output" for path in keras_hooks.layer_paths(self.model)] if unused else []
         unused = [rule for rule in unused if not any(re.fullmatch(rule, path) for path in outputs)]
         if unused:

@@ -21,7 +21,7 @@ LAST = np.arange(6, dtype="float32").reshape(2, 3)
 @pytest.mark.kills("checkpoint_offsets_of_32_bits")
 def test_a_tensor_behind_more_than_4_gib_is_written_and_read(tmp_path):
     large, last = Tensor("large", "uint8", (LARGE,)), Tensor("last", "float32", LAST.shape)
-    share = Share([large, last], [Span(0, 0, LARGE), Span(1, 0, LAST.size)], lambda: (), {}, {})
+    share = Share([large, last], [Span(0, 0, LARGE), Span(1, 0, LAST.size)], 1, lambda: (), {}, {})
     header = header_of(share)
     offsets = [len(header) + begin for begin in share.offsets()]
     assert offsets == [len(header), len(header) + LARGE, len(header) + LARGE + LAST.nbytes]

@@ -43,7 +43,7 @@ def save(
     tensors = [Tensor("v", "uint8", (8,)), Tensor("w", "uint8", (4,))]
     facts = {"id": token, "number": number, "saved_by": {}, "parts": {}}
     running = writing.Save(folder)
-    running.start(writing.Share(tensors, spans, lambda: parts, facts, {}), background=False)
+    running.start(writing.Share(tensors, spans, 1, lambda: parts, facts, {}), background=False)
     return running.join()
 
 

@@ -9,13 +9,14 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from kdist.checkpoint import layout, writing
 from kdist.checkpoint.checked_reading import read_index
 from kdist.checkpoint.folders import Folder
-from kdist.checkpoint.index import Tensor
-from kdist.checkpoint.shards import Span
+from kdist.checkpoint.index import Tensor, parse
+from kdist.checkpoint.shards import Span, cut, number_of_shards
 from kdist.errors import CheckpointError
 
 FACTS = {"id": "0f", "number": 1, "saved_by": {}, "parts": {}}
@@ -70,7 +71,7 @@ def test_who_finds_a_failure_finds_its_reason(tmp_path, monkeypatch):
 
 
 def share():
-    return writing.Share([Tensor("w", "uint8", (4,))], [Span(0, 0, 4)], lambda: [b"1234"], FACTS, {})
+    return writing.Share([Tensor("w", "uint8", (4,))], [Span(0, 0, 4)], 1, lambda: [b"1234"], FACTS, {})
 
 
 @pytest.mark.kills("checkpoint_of_another_job_replaced")
@@ -156,3 +157,28 @@ def test_all_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
         ("sync", tmp_path.name),
         ("remove", layout.replaced("ckpt-1", "0f")),
     ]
+
+
+@pytest.mark.kills("checkpoint_of_many_tiny_shards")
+def test_many_workers_write_few_shards(tmp_path):
+    values = np.arange(100, dtype="uint8")
+    tensor, workers = Tensor("w", "uint8", (100,)), range(12)
+    number = number_of_shards(100, len(workers))
+    assert number == 8
+    (tmp_path / "new").mkdir()
+    for rank in reversed(workers):
+        spans = cut([tensor.size], rank, number) if rank < number else []
+        read = lambda spans=spans: [values[span.first : span.last] for span in spans]  # noqa: E731
+        each = writing.Share([tensor], spans, number, read, FACTS, {"rank": rank})
+        folder = Folder(str(tmp_path / "new"), str(tmp_path / "ckpt-1"), list(workers), rank, "0f")
+        writing.write_shard(folder, each)
+    writing.commit(folder, each)
+    assert sorted(os.listdir(tmp_path / "ckpt-1")) == [layout.INDEX, *(layout.shard(i, 8) for i in range(8))]
+    with open(tmp_path / "ckpt-1" / layout.INDEX, "rb") as file:
+        index = parse(file.read(), layout.INDEX)
+    assert index.states == {"rank": list(workers)}
+    saved = b""
+    for piece in index.tensors[0].pieces:
+        data = (tmp_path / "ckpt-1" / index.files[piece.file].name).read_bytes()
+        saved += data[piece.offset : piece.offset + piece.last - piece.first]
+    assert saved == values.tobytes()

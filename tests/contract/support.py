@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kdist import gaps
+from kdist import unsupported
 
 BACKENDS = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "PyTorch"}
 # Each strategy, with its number of workers in the tests.
@@ -71,7 +71,7 @@ def run_all(name: str, folder: str) -> dict[str, str]:
         name: The name of the strategy in `kdist`.
         folder: A directory for files, the same for all workers.
 
-    Returns: A result for each key of `gaps.CAPABILITIES`: "passed", "gap" for a declared gap with the right
+    Returns: A result for each key of `unsupported.CAPABILITIES`: "passed", "gap" for a declared gap with the right
         error, or the problem.
     """
     import keras
@@ -83,10 +83,12 @@ def run_all(name: str, folder: str) -> dict[str, str]:
     try:
         strategy = make_strategy(name)
     except UnsupportedError:
-        return dict.fromkeys(_functions, "gap" if gaps.find(class_name, backend, "create") else "undeclared")
+        return dict.fromkeys(
+            _functions, "gap" if unsupported.find(class_name, backend, "create") else "undeclared"
+        )
     results = {}
     for capability, function in _functions.items():
-        declared = gaps.find(class_name, backend, capability)
+        declared = unsupported.find(class_name, backend, capability)
         try:
             function(strategy, os.path.join(folder, capability))
             results[capability] = "passed" if declared is None else "passed, in spite of its gap"
@@ -99,7 +101,7 @@ def run_all(name: str, folder: str) -> dict[str, str]:
 
 def _capability(function: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
     name = function.__name__.strip("_")
-    assert name in gaps.CAPABILITIES
+    assert name in unsupported.CAPABILITIES
     _functions[name] = function
     return function
 
@@ -292,7 +294,7 @@ def page(results: dict[str, dict[str, str]]) -> str:
     ]
     notes: list[str] = []
     for capabilities, rows in _alike(results, notes).items():
-        titles = [gaps.CAPABILITIES[capability] for capability in capabilities]
+        titles = [unsupported.CAPABILITIES[capability] for capability in capabilities]
         words = f"{', '.join(titles[:-1])} and {titles[-1]}" if titles[1:] else titles[0]
         lines += ["", *textwrap.wrap(f"{words[0].upper()}{words[1:]}:", 110), ""]
         lines += [f"| strategy | {' | '.join(BACKENDS.values())} |", "| --- |" + " :-: |" * len(BACKENDS)]
@@ -327,7 +329,7 @@ def _alike(results: Any, notes: list[str]) -> dict[tuple[str, ...], tuple[tuple[
 
 def _mark(name: str, backend: str, capability: str, results: Any, notes: list[str]) -> str:
     outcome = results[f"{name}-{backend}"][capability]
-    gap = gaps.find(name.rpartition(".")[2], backend, capability)
+    gap = unsupported.find(name.rpartition(".")[2], backend, capability)
     if outcome != "gap" or gap is None:
         return "✓" if outcome == "passed" else "✗"
     note = f"{gap.reason} {gap.remedy}"

@@ -224,7 +224,7 @@ def test_waiting_workers_are_known_to_all() -> None:
     with channels(3) as workers:
         workers[0].say("all_reduce at step 1")
         workers[1].say("all_reduce at step 2")
-        assert workers[2].waiting() == {0: "all_reduce at step 1", 1: "all_reduce at step 2"}
+        within(lambda: workers[2].waiting() == {0: "all_reduce at step 1", 1: "all_reduce at step 2"})
         assert workers[1].waiting() == {0: "all_reduce at step 1"}
         workers[1].say(None)
         within(lambda: workers[0].waiting() == {})

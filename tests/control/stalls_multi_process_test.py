@@ -16,12 +16,12 @@ import time
 from kdist.control import stalls, whereabouts
 
 class Board(stalls.Board):
+    names, index = ["worker 0", "worker 1"], 1
     def say(self, text): pass
-    def read(self): return {0: "all_reduce at step 3 of epoch 1"}
-    def waits_in(self, filename): return False
+    def waiting(self): return {0: "all_reduce at step 3 of epoch 1"}
 
 whereabouts.enter("step", 1, 3)
-watch = stalls.StallWatch(Board(), ["worker 0", "worker 1"], 1).start()
+watch = stalls.StallWatch(Board(), lambda filename: False).start()
 """
 HUNG = {
     "sleeps again and again": "while True: time.sleep(0.05)",

@@ -19,9 +19,11 @@ class Ended(Exception):
 
 
 class Board(stalls.Board):
+    names, index = ["worker 0", "worker 1"], 1
+
     def __init__(self):
         self.said = []
-        self.waiting = {0: "all_reduce at step 3 of epoch 1"}
+        self.waits = {0: "all_reduce at step 3 of epoch 1"}
         self.pending = False
         self.dead = {}
         self.farewells = []
@@ -29,8 +31,8 @@ class Board(stalls.Board):
     def say(self, text):
         self.said.append(text)
 
-    def read(self):
-        return self.waiting
+    def waiting(self):
+        return self.waits
 
     def waits_in(self, filename):
         return self.pending and filename == __file__
@@ -38,8 +40,8 @@ class Board(stalls.Board):
     def died(self):
         return self.dead
 
-    def farewell(self, text):
-        self.farewells.append(text)
+    def leave(self, loss):
+        self.farewells.append(loss.reason)
 
 
 class Watched:
@@ -119,7 +121,7 @@ def watched(monkeypatch):
 def watch(board, each=lambda machine: None, until=60.0):
     """Watches for a minute of the fake clock; returns the machine with the exit code and time of the process."""
     machine = Machine(each, until)
-    machine.watching = stalls.StallWatch(board, ["worker 0", "worker 1"], 1, machine)
+    machine.watching = stalls.StallWatch(board, board.waits_in, machine)
     with contextlib.suppress(Ended):
         machine.watching.run()
     return machine
@@ -178,11 +180,11 @@ def test_the_threads_of_an_engine_do_not_count_as_work(watched):
 
 def test_nobody_has_hung_before_somebody_waits(watched):
     board = Board()
-    board.waiting = {}
+    board.waits = {}
 
     def comes(machine):
         if machine.whole == 30:
-            board.waiting = {0: "all_reduce at step 3 of epoch 1"}
+            board.waits = {0: "all_reduce at step 3 of epoch 1"}
 
     assert watch(board, comes, 29).ended is None
     code, when = watch(board, comes).ended
@@ -191,7 +193,7 @@ def test_nobody_has_hung_before_somebody_waits(watched):
 
 def test_a_worker_that_has_lost_another_ends_though_nobody_waits(watched, capfd):
     board = Board()
-    board.waiting, board.dead = {}, {0: "it died"}
+    board.waits, board.dead = {}, {0: "it died"}
     code, when = watch(board).ended
     assert code == 1 and 7 < when <= 8
     said = capfd.readouterr().err
@@ -201,7 +203,7 @@ def test_a_worker_that_has_lost_another_ends_though_nobody_waits(watched, capfd)
 
 def test_one_whose_user_was_told_of_a_lost_worker_may_go_on(watched, monkeypatch):
     board = Board()
-    board.waiting, board.dead = {}, {0: "it died"}
+    board.waits, board.dead = {}, {0: "it died"}
     monkeypatch.setattr(stalls, "_told", True)
     assert watch(board).ended is None
 

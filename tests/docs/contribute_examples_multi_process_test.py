@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kdist import gaps
+from kdist import unsupported
 from tests.contract_cells import CELLS
 from tests.docs.examples import Run, each_example, run_example, runs
 from tests.docs.things import assert_same, new_model, rows
@@ -77,4 +77,6 @@ def test_the_tree_of_questions_knows_the_gaps() -> None:
         ("ModelParallelStrategy", {"jax", "torch"}),
         ("TPUStrategy", {"jax"}),
     ):
-        assert {b for b in ("tensorflow", "jax", "torch") if gaps.find(strategy, b, "create") is None} == able
+        assert {
+            b for b in ("tensorflow", "jax", "torch") if unsupported.find(strategy, b, "create") is None
+        } == able

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import kdist.errors
-from kdist.cluster import liveness
+from kdist.cluster import timeouts
 from tests.docs.symptoms import in_processes, in_workers
 from tests.helpers.environment import ROOT
 from tests.helpers.processes import BACKENDS, run
@@ -167,7 +167,7 @@ def test_every_error_has_an_entry() -> None:
 
 @pytest.mark.kills("trouble_exit_code_without_an_entry")
 def test_every_exit_code_has_an_entry() -> None:
-    codes = {liveness.PREEMPTED, liveness.STALLED, 130, 137, 143}
+    codes = {timeouts.PREEMPTED, timeouts.STALLED, 130, 137, 143}
     for path in (ROOT / "kdist").rglob("*.py"):
         source = path.read_text(encoding="utf-8")
         codes |= {int(code) for code in re.findall(r"(?:sys\.exit|os\._exit|SystemExit)\((\d+)\)", source)}

@@ -20,7 +20,7 @@ ORDER = (
     "errors",
     "names",
     "version",
-    "gaps",
+    "unsupported",
     "handlers",
     "values",
     "whole_files",

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kdist.cluster import injection, liveness
+from kdist.cluster import injection, timeouts
 from kdist.cluster.injection import KINDS, Fault, parse
 from kdist.command_line import main
 from kdist.errors import InvalidArgumentError
@@ -92,9 +92,9 @@ def test_wrong_options(options, says, capsys, tmp_path):
 
 
 def test_the_timeouts_come_from_the_environment():
-    assert liveness.heartbeat_timeout({}) == 15
-    assert liveness.heartbeat_timeout({"KDIST_HEARTBEAT_TIMEOUT": "2.5"}) == 2.5
+    assert timeouts.heartbeat_timeout({}) == 15
+    assert timeouts.heartbeat_timeout({"KDIST_HEARTBEAT_TIMEOUT": "2.5"}) == 2.5
     with pytest.raises(InvalidArgumentError, match="KDIST_HEARTBEAT_TIMEOUT='soon'"):
-        liveness.heartbeat_timeout({"KDIST_HEARTBEAT_TIMEOUT": "soon"})
-    assert liveness.hang_timeout({"KDIST_HEARTBEAT_TIMEOUT": "2.5"}) == 600
-    assert liveness.hang_timeout({"KDIST_HANG_TIMEOUT": "9"}) == 9
+        timeouts.heartbeat_timeout({"KDIST_HEARTBEAT_TIMEOUT": "soon"})
+    assert timeouts.hang_timeout({"KDIST_HEARTBEAT_TIMEOUT": "2.5"}) == 600
+    assert timeouts.hang_timeout({"KDIST_HANG_TIMEOUT": "9"}) == 9

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 import kdist.errors
-from kdist.cluster import liveness
+from kdist.cluster import timeouts
 from kdist.errors import KdistError
 
 _HEAD = """\
@@ -27,8 +27,8 @@ _CODES = {
     "0": "success",
     "1": "the script raised an error, or `kdist demo`, `doctor`, `test` or `checkpoint` found a problem",
     "2": "wrong call: no such script, an unknown option or backend, or another `KdistError` of a command",
-    f"{liveness.STALLED}": "a worker [hung](../resuming.md#hung-workers) and was terminated",
-    f"{liveness.PREEMPTED}": "a worker was preempted after saving a checkpoint; "
+    f"{timeouts.STALLED}": "a worker [hung](../resuming.md#hung-workers) and was terminated",
+    f"{timeouts.PREEMPTED}": "a worker was preempted after saving a checkpoint; "
     "[start the job again to resume](../resuming.md)",
     "128 + n": "terminated by signal n: 130 is Ctrl-C, 137 SIGKILL (often out of memory), 143 SIGTERM",
 }

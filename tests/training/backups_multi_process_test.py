@@ -66,8 +66,7 @@ def fit(
     import keras
 
     import kdist
-    from kdist.training import backup as backup_module
-    from kdist.training import meetings, preemption
+    from kdist.training import backup_and_restore, preemption, regular_exchange
 
     index = int(os.environ["RANK"])
     clock = Clock(1000.0 * index, 1.0 + 2 * index)
@@ -100,7 +99,7 @@ def fit(
     with strategy().scope():
         model = by_hand.model(is_true)
     backups = Backup(folder, **backup)
-    times = [(module, module.time) for module in (backup_module, meetings, preemption)]
+    times = [(module, module.time) for module in (backup_and_restore, regular_exchange, preemption)]
     try:
         for module, _ in times:
             module.time = clock
@@ -134,11 +133,11 @@ def test_backups_by_the_clock_of_the_chief(backend: str, tmp_path: Path) -> None
 
 def in_worker_two_fits(folder: str) -> Any:
     """Calls `fit` twice with one directory, is interrupted in the second `fit`, and then runs again."""
-    from kdist.training import backup
+    from kdist.training import backup_and_restore
 
     found = []
     for ends_after in (5, None):
-        backup._ended.clear()  # as in a new process
+        backup_and_restore._ended.clear()  # as in a new process
         found += [
             fit(folder, save_freq=2),
             fit(folder, ends_after, is_true=ends_after is not None, save_freq=2),

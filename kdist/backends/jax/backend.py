@@ -19,7 +19,7 @@ from kdist.backends.jax.runtime import JaxRuntime
 from kdist.cluster import visible_gpus
 from kdist.communication.cross_device_ops import CrossDeviceOps
 from kdist.communication.options import CommunicationOptions, hint_ignored
-from kdist.topology import Sharded, Topology
+from kdist.topology import Topology
 
 if TYPE_CHECKING:
     from kdist.arrays.types import Structure
@@ -86,13 +86,13 @@ class JaxBackend(Backend):
 
 def _cpus_of_mesh(topology: Topology) -> tuple[str, ...]:
     """Returns CPUs for the mesh of a single process; none if its size is open or GPUs are visible."""
-    storage = topology.storage
-    if not isinstance(storage, Sharded) or topology.cluster is not None or visible_gpus():
+    sharded = topology.sharded
+    if sharded is None or topology.cluster is not None or visible_gpus():
         return ()
-    lengths = list(storage.axes.values())
+    lengths = list(sharded.axes.values())
     return () if None in lengths else tuple(f"cpu:{i}" for i in range(math.prod(filter(None, lengths))))
 
 
 def _mesh_shape(topology: Topology, num_local: int) -> tuple[int, ...]:
     number = num_local * (1 if topology.cluster is None else topology.cluster.num_workers)
-    return topology.storage.mesh_shape(number) if isinstance(topology.storage, Sharded) else (number,)
+    return topology.sharded.mesh_shape(number) if topology.sharded else (number,)

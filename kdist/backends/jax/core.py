@@ -28,14 +28,14 @@ from kdist.backends.jax import storage
 from kdist.backends.jax.collectives import BATCH_AXIS
 from kdist.backends.jax.devices import find_devices, local_devices
 from kdist.backends.jax.dispatched import note_dispatched
-from kdist.backends.jax.meeting import without_chatter
+from kdist.backends.jax.rendezvous import without_chatter
 from kdist.backends.jax.storage import Storage, arranged, is_divided
 from kdist.backends.jax.workers import all_devices
 from kdist.backends.workers import Workers
 from kdist.communication.shared_memory import SharedMemory
 from kdist.control.joining import closed_error
 from kdist.errors import DatasetError
-from kdist.topology import Central, Sharded, Topology
+from kdist.topology import Topology
 
 if TYPE_CHECKING:
     from typing import TypeGuard
@@ -61,13 +61,12 @@ class JaxCore(Runtime):
         self.local_devices = find_devices(self.devices)
         # The device for cross-replica computation. Variables that are not sharded are also created there.
         (self.holder,) = find_devices(topology.parameter_devices[:1])
-        self.is_central = isinstance(topology.storage, Central)
         self._even: collections.deque[weakref.ref[jax.Array]] = collections.deque(maxlen=_MOST_EVEN)
         self._copies: dict[
             jax.Device, Callable[[list[jax.Array]], list[jax.Array]]
         ] = {}  # a program per device
         everyone = np.array(all_devices(group, self.local_devices))
-        sharded = topology.storage if isinstance(topology.storage, Sharded) else None
+        sharded = topology.sharded
         if sharded is None:
             self.mesh, batch_axis = Mesh(everyone, (BATCH_AXIS,)), BATCH_AXIS
         else:
@@ -75,8 +74,8 @@ class JaxCore(Runtime):
             self.mesh, batch_axis = Mesh(everyone.reshape(shape), tuple(sharded.axes)), sharded.batch_axis
         self.storage = None if sharded is None else Storage(self, sharded)
         # One device needs no mesh: a step takes NumPy arrays and returns plain arrays, as plain Keras's does.
-        self.is_single = self.num_replicas == 1 and sharded is None and not self.is_central
-        self.can_fuse = self.num_workers > 1 and sharded is None and not self.is_central
+        self.is_single = self.num_replicas == 1 and sharded is None and not topology.is_central
+        self.can_fuse = self.num_workers > 1 and sharded is None and not topology.is_central
         is_plain = self.is_single or (self.can_fuse and len(self.local_devices) == 1)
         self._takes_host_arrays = is_plain and self.holder.platform == "cpu"
         # NCCL sends many small tensors as one.
@@ -324,7 +323,7 @@ class JaxCore(Runtime):
         if self.is_single:
             return values
         local = jax.tree.map(lambda value: value.addressable_data(0), values)
-        return jax.device_put(local, self.holder) if self.is_central else local
+        return jax.device_put(local, self.holder) if self.topology.is_central else local
 
     def broadcast(self, values: Sequence[jax.Array | np.ndarray]) -> list[jax.Array]:
         """Returns worker 0's arrays on this worker's first device. All workers must call this method."""

@@ -117,7 +117,7 @@ class Placed:
         keras_hooks.set_native_value(variable, shown)
         if is_divided(variable):
             return placed  # the variable holds it
-        if self._runtime.is_central and not is_pair:
+        if self._runtime.topology.is_central and not is_pair:
             return placed  # used in this call; only components stay on the devices
         self._known[variable] = (shown, placed)
         self._holders = sys.getrefcount(shown)  # variable, this object and a local name, as in `read`

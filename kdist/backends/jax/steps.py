@@ -182,7 +182,7 @@ class JaxSteps(KeepingSteps[KeptOnDevices]):
             self._forget_failed()
             raise
         self.runtime.throttle((outputs, self._state))
-        if self.runtime.is_central:
+        if self.runtime.topology.is_central:
             self.sync()  # moves the state back to the central device
         self._show_divided()
         return self.runtime.show(outputs)

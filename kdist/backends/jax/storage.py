@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kdist import keras_hooks
 from kdist.backends.aggregation import is_on_read
-from kdist.backends.messages import meet_to_read
+from kdist.backends.messages import wait_to_read
 from kdist.backends.variable_table import VariableTable
 from kdist.topology import Sharded
 
@@ -202,7 +202,7 @@ def read(variable: keras.Variable) -> np.ndarray | None:
         return kept
     runtime = _place(variable).runtime
     if is_over_workers(variable):
-        meet_to_read(runtime, [variable])
+        wait_to_read(runtime, [variable])
     with runtime.engine_errors(), runtime.group.working():
         return whole_of(runtime, variable)
 
@@ -232,7 +232,7 @@ def kept_whole(runtime: Runtime, variables: Sequence[keras.Variable]) -> Iterato
     if not divided:
         yield
         return
-    meet_to_read(runtime, divided)
+    wait_to_read(runtime, divided)
     try:
         with runtime.engine_errors(), runtime.group.working():
             for variable in divided:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import sys
@@ -19,7 +20,8 @@ from typing import Any
 
 import jax
 
-from kdist.cluster import Cluster, liveness, logs
+from kdist import handlers
+from kdist.cluster import Cluster, logs, timeouts
 from kdist.control import lost_workers, stalls
 from kdist.control.channel import Channel
 from kdist.control.lost_workers import Loss
@@ -29,10 +31,14 @@ from kdist.control.lost_workers import Loss
 # collectives end soon, or never.
 _GRACE, _LEAST_GRACE = 0.2, 2.0
 _UNANSWERED = 0.55
+# Seconds of grace after a worker was stopped. Its sockets stay open, so collectives that need it never fail.
+_STOPPED_GRACE = 1.0
 # Seconds until a lost worker must be detected after JAX has reported an error.
 _NOTICE_SECONDS = 5.0
 # Seconds for which a failed chief serves the others, so that they can report the reason.
 _FAREWELL = 10.0
+# Seconds for the destructors of C++ after the loss of a worker. They can wait for a collective that never ends.
+_DESTRUCTION = 5
 # Seconds in which the sockets of a killed process close, one after the other.
 _CLOSING = 2.0
 
@@ -48,7 +54,7 @@ def has_started() -> bool:
 
 
 def service_client() -> Any:
-    """Returns this process's client of JAX's coordination service (its key-value store and liveness)."""
+    """Returns this process's client of JAX's coordination service (its key-value store and heartbeats)."""
     from jax._src import distributed  # Orbax also uses it; there is no public function
 
     return distributed.global_state.client
@@ -60,7 +66,7 @@ class Watch:
     def __init__(self, cluster: Cluster, channel: Channel) -> None:
         self._cluster = cluster
         self._channel = channel
-        self._timeout = liveness.heartbeat_timeout()
+        self._timeout = timeouts.heartbeat_timeout()
         self._working = 0
         self._entered = 0.0  # when the main thread began to wait for other workers
         self._monitors = False  # after the first loss
@@ -122,14 +128,16 @@ class Watch:
             now = time.monotonic()
             for index, loss in self._channel.lost.items():
                 noted = since.setdefault(index, now)
-                if loss.is_cause:
+                if loss.kind == lost_workers.STOPPED:
+                    is_late = now - noted > _STOPPED_GRACE
+                elif loss.is_cause:
                     is_late = now - noted > max(_LEAST_GRACE, self._timeout * _GRACE)
                 else:  # the worker that a `LOST_ANOTHER` lost is detected soon
                     waits = now - max(noted, self._entered)
                     is_late = loss.kind == lost_workers.ENDED and waits > self._timeout * _UNANSWERED
                 if is_late and self._working:
                     self._end()
-            time.sleep(0.5)
+            time.sleep(0.2)
 
     def _end(self) -> None:
         with contextlib.suppress(Exception):
@@ -197,6 +205,9 @@ class Watch:
         libc = _libc()
         end = ctypes.cast(libc._exit, ctypes.c_void_p) if self._causes() else None
         libc.signal(signal.SIGABRT, end)
+        if end is not None:
+            libc.signal(signal.SIGALRM, end)
+            handlers.call_last(functools.partial(signal.alarm, _DESTRUCTION))
 
     def _wait_for_others(self, limit: float | None) -> None:
         began = time.monotonic()

@@ -11,7 +11,7 @@ import jax
 
 from kdist.backends import workers
 from kdist.backends.device_names import short_name
-from kdist.backends.jax import meeting
+from kdist.backends.jax import rendezvous
 from kdist.backends.jax.devices import request_cpus
 from kdist.backends.jax.dispatched import first_unfinished
 from kdist.backends.jax.watch import Watch, has_started, service_client
@@ -129,7 +129,7 @@ def join(devices: Sequence[str], cluster: Cluster | None, options: Communication
     def connect(open_channel: OpenChannel, timeout: float) -> JoinedWorkers:
         is_joined = service_client() is not None
         if is_joined:
-            meeting.check_session(cluster)
+            rendezvous.check_session(cluster)
         elif has_started():
             raise StrategyScopeError(
                 "Cannot join the workers: JAX has already started.",
@@ -140,7 +140,7 @@ def join(devices: Sequence[str], cluster: Cluster | None, options: Communication
         if is_joined:
             _, channel = open_channel(None)
         else:
-            channel = meeting.open_channel(cluster, open_channel, names)
+            channel = rendezvous.open_channel(cluster, open_channel, names)
         may_share = options.implementation is not CommunicationImplementation.RING
         return JoinedWorkers(cluster, channel, may_share)
 

@@ -14,7 +14,7 @@ from kdist.backends.contract import Runtime
 from kdist.backends.tensorflow.components import Components
 from kdist.backends.tensorflow.workers import Workers
 from kdist.errors import UnsupportedError
-from kdist.topology import Central, Topology
+from kdist.topology import Topology
 
 if TYPE_CHECKING:
     import keras
@@ -50,7 +50,6 @@ class TensorFlowCore(Runtime):
     def __init__(self, native: tf.distribute.Strategy, topology: Topology, group: Workers) -> None:
         super().__init__(topology, group)
         self.native = native
-        self.is_central = isinstance(topology.storage, Central)
         self.components = Components(self)
         _cores.add(self)
 
@@ -80,7 +79,7 @@ class TensorFlowCore(Runtime):
         # collective. `Components` holds the separate values of the replicas in `run`.
         if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
             kwargs["synchronization"] = tf.VariableSynchronization.AUTO
-        if self.is_central:  # one variable for all replicas; `Components` holds a copy per replica
+        if self.topology.is_central:  # one variable for all replicas; `Components` holds a copy per replica
             with tf.device(self.topology.parameter_devices[0]):
                 return next_creator(**kwargs)
         with self.native.scope():

@@ -159,7 +159,7 @@ class TensorFlowReplica(Replica):
 
     def apply_gradients(self, apply: Callable[[], object]) -> object:
         """Runs Keras's `optimizer.apply` in each replica, or once if one device holds all variables."""
-        if not self.strategy.runtime.is_central or self.num_replicas_in_sync == 1:
+        if not self.strategy.runtime.topology.is_central or self.num_replicas_in_sync == 1:
             return super().apply_gradients(apply)
 
         def apply_once(_: object) -> object:

@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING
 
 import tensorflow as tf
 from tensorflow.python.distribute import mirrored_strategy
+from tensorflow.python.eager import context as eager_context
 
-from kdist import gaps
+from kdist import unsupported
 from kdist.backends import workers
-from kdist.backends.tensorflow import meeting
+from kdist.backends.tensorflow import rendezvous
 from kdist.backends.tensorflow.collectives import SumsOfGraphs
 from kdist.cluster import Cluster, choose_nccl_interface
 from kdist.communication.options import CommunicationImplementation, CommunicationOptions
 from kdist.control.channel import Channel
 from kdist.control.joining import OpenChannel, join_once
-from kdist.control.lost_workers import DIED, REASONS
+from kdist.control.lost_workers import DIED, REASONS, Loss
 from kdist.errors import DeviceError, KdistError
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         self.native = native
         self._per_worker = len(native.extended.worker_devices)
         self._sums: dict[tuple[tf.DType, int], Callable[[tf.Tensor], tf.Tensor]] = {}
+        channel.on_loss(self._abort)
         self._stalls.start()
 
     def share_memory(self, is_wanted: bool) -> None:
@@ -84,6 +86,13 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         self.connect_memory(is_wanted)
         if self.memory is not None:
             self.sums_in_memory = SumsOfGraphs(self.memory, self.native)
+
+    def _abort(self, index: int, loss: Loss) -> None:
+        """Ends collectives that wait for a lost worker, so that all backends report it at the same time."""
+        if loss.is_cause:
+            eager_context.context().abort_collective_ops(
+                tf.errors.UNAVAILABLE, f"{self.names[index]}: {loss.reason}"
+            )
 
     def all_gather_rows(self, local: tf.Tensor, sizes: Sequence[int] | tf.Tensor) -> tf.Tensor:
         """Concatenates the rows of all workers, also in a graph. `sizes` has each worker's row count."""
@@ -154,7 +163,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         if isinstance(failure, KdistError):
             return failure
         others = set(range(self.num_workers)) - {self.worker_index}
-        named = {int(task) for task in meeting.TASK.findall(text)} & others
+        named = {int(task) for task in rendezvous.TASK.findall(text)} & others
         is_of_connections = isinstance(error, _OF_CONNECTIONS)
         if failure is None and not (named or is_of_connections):
             return error
@@ -178,12 +187,12 @@ def join(
         DeviceError: If a worker has several CPU devices, which `tf.distribute` does not support.
     """
     if len(devices) > 1 and devices[0].startswith("cpu:"):
-        gap = gaps.find("MultiWorkerMirroredStrategy", "tensorflow", "devices")
+        gap = unsupported.find("MultiWorkerMirroredStrategy", "tensorflow", "devices")
         assert gap is not None
         raise gap.error({"devices": tuple(devices)}, DeviceError)
 
     def connect(open_channel: OpenChannel, timeout: float) -> JoinedWorkers:
-        addresses, channel = meeting.open_channel(cluster, open_channel)
+        addresses, channel = rendezvous.open_channel(cluster, open_channel)
         native = _connect(cluster, addresses, options, devices, timeout)
         joined = JoinedWorkers(cluster, native, channel)
         rings = options.implementation is CommunicationImplementation.RING
@@ -205,7 +214,7 @@ def _connect(
 ) -> tf.distribute.Strategy:
     if devices[0].startswith("gpu:"):
         choose_nccl_interface(cluster)
-    meeting.configure_heartbeats(len(addresses), timeout)
+    rendezvous.configure_heartbeats(len(addresses), timeout)
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec({"worker": list(addresses)}),
         task_type="worker",
@@ -221,7 +230,7 @@ def _connect(
     try:
         native = tf.distribute.MultiWorkerMirroredStrategy(resolver, native_options)
     except (RuntimeError, tf.errors.OpError) as error:
-        raise meeting.joining_error(error, cluster, timeout) from error
+        raise rendezvous.joining_error(error, cluster, timeout) from error
     _create_variables_alone(native)
     _restore_sigterm()
     return native

@@ -18,7 +18,7 @@ from kdist.backends.torch.devices import keras_device, torch_device
 from kdist.backends.torch.divided import Divided
 from kdist.backends.torch.storage import Storage, in_parts
 from kdist.backends.torch.workers import Workers
-from kdist.topology import Central, Sharded, Topology
+from kdist.topology import Topology
 
 
 class TorchCore(Runtime):
@@ -29,9 +29,9 @@ class TorchCore(Runtime):
     def __init__(self, topology: Topology, group: Workers) -> None:
         super().__init__(topology, group)
         self.torch_devices = tuple(torch_device(name) for name in self.devices)
-        sharded = topology.storage
+        sharded = topology.sharded
         self.storage: Storage | None = None
-        if isinstance(sharded, Sharded):
+        if sharded is not None:
             sharded.mesh_shape(self.num_replicas)
             if self.num_workers > 1:
                 self.storage = Storage(self, sharded, self.torch_devices[0])
@@ -40,7 +40,7 @@ class TorchCore(Runtime):
         self._cradle = self._holder if self.storage is None else torch.device("cpu")
         copies = [VariableCopies(device) for device in self.torch_devices]
         # The first replica uses the real variables, unless another device holds them.
-        is_central = isinstance(topology.storage, Central)
+        is_central = topology.is_central
         self.copies_of: list[VariableCopies | None] = [copies[0] if is_central else None, *copies[1:]]
         self.copies = copies[0 if is_central else 1 :]
         self.components = Components(self.torch_devices, self.replica_ids, self.num_replicas)

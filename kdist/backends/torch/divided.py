@@ -83,7 +83,7 @@ class Divided(torch.Tensor):
             return self.kept.to(dtype)
         replica = self.kept_in.replica
         if replica is None:
-            self.kept_in.meet([self])
+            self.kept_in.wait_to_read([self])
             return _Gather.apply(self, dtype, None)
         is_differentiable = torch.is_grad_enabled() and self.requires_grad
         recent, version = self.kept_in.recent, self.version

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, init_
 
 from kdist import keras_hooks
 from kdist.backends.aggregation import is_on_read
-from kdist.backends.messages import meet_to_read
+from kdist.backends.messages import wait_to_read
 from kdist.backends.torch.divided import Divided
 from kdist.backends.torch.workers import JoinedWorkers
 from kdist.errors import StrategyScopeError
@@ -128,10 +128,10 @@ class Storage:
         own = min(max(length - self.mesh.get_local_rank(axis) * largest, 0), largest)
         return _padded(whole, dim, number * largest).chunk(number, dim), own
 
-    def meet(self, parameters: Sequence[Divided]) -> None:
+    def wait_to_read(self, parameters: Sequence[Divided]) -> None:
         """Waits until all workers read the same parameters."""
         with self._runtime.engine_errors():
-            meet_to_read(self._runtime, parameters)
+            wait_to_read(self._runtime, parameters)
 
     @contextlib.contextmanager
     def kept_whole(self, variables: Sequence[keras.Variable]) -> Iterator[None]:
@@ -139,7 +139,7 @@ class Storage:
         found = [keras_hooks.native_value(v) for v in variables]
         parameters = [p for p in found if isinstance(p, Divided) and p.kept is None]
         if parameters:
-            self.meet(parameters)
+            self.wait_to_read(parameters)
         try:
             with self._runtime.engine_errors():
                 for parameter in parameters:

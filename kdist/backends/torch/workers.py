@@ -16,8 +16,8 @@ import torch.distributed as dist
 from kdist import keras_hooks
 from kdist.backends import workers
 from kdist.backends.torch.devices import abort_nccl, backend_of, flat_array, torch_device
-from kdist.backends.torch.meeting import compare_devices, describe_devices, open_store
-from kdist.cluster import Cluster, choose_nccl_interface, environment, interface_towards, liveness
+from kdist.backends.torch.rendezvous import compare_devices, describe_devices, open_store
+from kdist.cluster import Cluster, choose_nccl_interface, environment, interface_towards, timeouts
 from kdist.communication import interrupts
 from kdist.communication.options import CommunicationImplementation, CommunicationOptions, hint_ignored
 from kdist.communication.shared_memory import Sum
@@ -339,7 +339,7 @@ def _join(
             store=store,
             rank=cluster.worker_index,
             world_size=cluster.num_workers,
-            timeout=timedelta(seconds=options.timeout_seconds or liveness.engine_timeout()),
+            timeout=timedelta(seconds=options.timeout_seconds or timeouts.engine_timeout()),
             device_id=torch_device(devices[0]) if nccl else None,
         )
     return JoinedWorkers(cluster, channel, nccl, shares_memory=not rings)

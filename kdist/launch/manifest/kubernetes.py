@@ -12,7 +12,7 @@ import re
 import secrets
 from typing import Any
 
-from kdist.cluster import liveness, split_address
+from kdist.cluster import split_address, timeouts
 from kdist.cluster.environment import TOKEN_VARIABLE
 from kdist.errors import InvalidArgumentError
 from kdist.launch.manifest.request import Request
@@ -167,7 +167,7 @@ def _rules(request: Request) -> list[dict[str, Any]]:
     if request.max_restarts:  # otherwise a preempted job also ends, as with `kdist run`
         evicted = {"type": "DisruptionTarget", "status": "True"}
         rules += [
-            code("Ignore", liveness.PREEMPTED),
+            code("Ignore", timeouts.PREEMPTED),
             {"action": "Ignore", "onPodConditions": [evicted]},
         ]
     return rules
@@ -229,7 +229,7 @@ def _environment(request: Request, options: argparse.Namespace) -> list[dict[str
     variables = {
         "KDIST_NUM_WORKERS": str(request.num_workers),
         "KDIST_COORDINATOR_ADDRESS": f"{name}-0.{name}:{options.port}",
-        liveness.JOIN_VARIABLE: _JOIN_SECONDS,
+        timeouts.JOIN_VARIABLE: _JOIN_SECONDS,
     }
     if request.cpus is not None:  # a container sees all cores of its node
         variables |= dict.fromkeys(THREADS, str(request.cpus))
@@ -239,8 +239,8 @@ def _environment(request: Request, options: argparse.Namespace) -> list[dict[str
     told: list[dict[str, Any]] = [{"name": key, "value": value} for key, value in variables.items()]
     token = {"secretKeyRef": {"name": f"{name}-token", "key": "token"}}
     told.append({"name": TOKEN_VARIABLE, "valueFrom": token})
-    if liveness.RESTART_VARIABLE not in variables:
-        told.append({"name": liveness.RESTART_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": failures}}})
+    if timeouts.RESTART_VARIABLE not in variables:
+        told.append({"name": timeouts.RESTART_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": failures}}})
     return told
 
 

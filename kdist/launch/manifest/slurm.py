@@ -11,7 +11,7 @@ import math
 import re
 import shlex
 
-from kdist.cluster import liveness
+from kdist.cluster import timeouts
 from kdist.cluster.environment import TOKEN_VARIABLE
 from kdist.errors import InvalidArgumentError
 from kdist.launch.manifest.request import CHECKPOINTS, Request
@@ -71,8 +71,8 @@ def write(request: Request, options: argparse.Namespace) -> str:
     if request.max_restarts:
         body = _LOOP.format(
             max_restarts=request.max_restarts,
-            restart=liveness.RESTART_VARIABLE,
-            preempted=liveness.PREEMPTED,
+            restart=timeouts.RESTART_VARIABLE,
+            preempted=timeouts.PREEMPTED,
             step=step,
         )
     return (

@@ -21,7 +21,7 @@ if in_worker:
 
     from kdist.backends.jax import backend as jax_backend
     from kdist.backends.jax import devices as jax_devices
-    from kdist.backends.jax import meeting
+    from kdist.backends.jax import rendezvous
 
 
 def test_logical_cpus_are_there() -> None:
@@ -48,7 +48,7 @@ def test_each_worker_opens_its_own_gpus_alone() -> None:
             place = {"RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
             told = place | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TF_CONFIG": None} | environ
             with environment.patched(**told):
-                found.append(meeting._local_gpus(discover(), devices))
+                found.append(rendezvous._local_gpus(discover(), devices))
         return found
 
     assert opened(CUDA_VISIBLE_DEVICES="4,5,6,7") == [[0, 1], [2, 3]]

@@ -33,10 +33,14 @@ def collectives(kind: str, rank: int, rows: int) -> list[tuple]:
     cluster = discover(environ=place)
 
     channel = SimpleNamespace(
+        names=cluster.worker_names,
+        index=rank,
         on_loss=lambda call: None,
         wait_for_loss=lambda timeout: {},
         lost={},
         died=dict,
+        say=lambda text: None,
+        waiting=dict,
         close=lambda: None,
         timeout_seconds=None,
         gather_json=lambda value: [value] * WORLD,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import kdist
-from kdist.cluster import discover, liveness
+from kdist.cluster import discover, timeouts
 from kdist.control import rendezvous
 from kdist.coordinator.rpc import Peer, Service
 from kdist.doctor import examination
@@ -183,7 +183,7 @@ def a_worker_hangs(folder: Path, backend: str) -> str:
     }
     with started(folder, TRAINS, workers(backend, local_addresses(2), 0, 1, **limits)) as begun:
         said = said_by(begun)
-        assert begun[1].exit_code == liveness.STALLED == 70
+        assert begun[1].exit_code == timeouts.STALLED == 70
         return said
 
 

@@ -17,9 +17,9 @@ from kdist.checkpoint.folders import gather_from, remove
 from kdist.checkpoint.manager import CheckpointManager
 from kdist.cluster.logs import logger
 from kdist.errors import CheckpointCorruptError, InvalidArgumentError
-from kdist.training.meetings import Meetings
 from kdist.training.preemption import TerminationConfig, TerminationWatch
 from kdist.training.progress import Progress
+from kdist.training.regular_exchange import RegularExchange
 from kdist.training.session import progress_of
 
 # The number of `fit`s that have ended in this process and deleted their backups, by directory.
@@ -122,7 +122,9 @@ class BackupAndRestore(keras.callbacks.Callback):
             )
         self._saved_at = self._progress.num_steps
         self._saved_time = time.monotonic()
-        self._clock = Meetings(runtime, min(1.0, self.every_seconds / 4)) if self.every_seconds else None
+        self._clock = (
+            RegularExchange(runtime, min(1.0, self.every_seconds / 4)) if self.every_seconds else None
+        )
         if self._watch is not None:  # left over from a `fit` that failed
             self._watch.close()
         self._watch = None if self._termination is None else TerminationWatch(runtime, self._termination)
@@ -163,7 +165,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         due = isinstance(self.save_freq, int) and progress.num_steps - self._saved_at >= self.save_freq
         if self._clock is not None and self.every_seconds and self._clock.is_due(progress.num_steps):
             late = time.monotonic() - self._saved_time >= self.every_seconds
-            due |= bool(self._clock.meet(progress.num_steps, late)[0])
+            due |= bool(self._clock.exchange(progress.num_steps, late)[0])
         return due
 
     def _save(self) -> None:

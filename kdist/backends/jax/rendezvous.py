@@ -19,9 +19,9 @@ from kdist.cluster import (
     Cluster,
     choose_nccl_interface,
     is_loopback,
-    liveness,
     own_gpus,
     split_address,
+    timeouts,
     visible_gpus,
 )
 from kdist.control.channel import Channel
@@ -57,7 +57,7 @@ def open_channel(cluster: Cluster, connect: OpenChannel, devices: Sequence[str])
             local_device_ids=_local_gpus(cluster, devices),
             cluster_detection_method="deactivate",
             initialization_timeout=60,  # all workers have already arrived
-            heartbeat_timeout_seconds=max(1, round(liveness.heartbeat_timeout() * _SILENCE)),
+            heartbeat_timeout_seconds=max(1, round(timeouts.heartbeat_timeout() * _SILENCE)),
             coordinator_bind_address=coordinator if is_loopback(split_address(coordinator)[0]) else None,
         )
     return channel

@@ -1,4 +1,4 @@
-"""`Passes`, which tracks the position in the data, so that a new process can resume there."""
+"""`DataPosition`, which tracks the position in the data, so that a new process can resume there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TAKEN: object = object()
 """A placeholder for a batch that was consumed before the interruption."""
 
 
-class Passes:
+class DataPosition:
     """Tracks the position in Keras's iterables of global batches, and restores it in a new process.
 
     A pass over the data ends with the epoch, unless `steps_per_epoch` defines the length of the epochs.

@@ -1,4 +1,4 @@
-"""Timeouts for dead and hung workers, and the exit codes that workers report to the launcher."""
+"""The timeouts of the failure detection and of joining, and the exit codes of workers that it ends."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def heartbeat_timeout(environ: Mapping[str, str] | None = None) -> float:
 
     Example:
 
-    >>> from kdist.cluster import liveness
-    >>> liveness.heartbeat_timeout({"KDIST_HEARTBEAT_TIMEOUT": "60"})
+    >>> from kdist.cluster import timeouts
+    >>> timeouts.heartbeat_timeout({"KDIST_HEARTBEAT_TIMEOUT": "60"})
     60.0
     """
     return _read(HEARTBEAT_VARIABLE, 15.0, environ)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tensorflow.python.eager import context as eager_context
 
-from kdist.cluster import Cluster, liveness
+from kdist.cluster import Cluster, timeouts
 from kdist.control.channel import Channel
 from kdist.control.joining import OpenChannel
 from kdist.control.rendezvous import missing_error
@@ -15,8 +15,9 @@ from kdist.errors import ClusterConfigError, StrategyScopeError
 
 TASK = re.compile(r"/job:worker/(?:replica:\d+/)?task:(\d+)")
 """Matches TensorFlow's name of a worker."""
-# TensorFlow's coordination service regards a worker as lost after this fraction of the heartbeat timeout.
-_SILENCE = 0.5
+# TensorFlow's coordination service regards a worker as lost after this multiple of the heartbeat timeout. The
+# channel detects each loss earlier.
+_SILENCE = 2.0
 
 
 def open_channel(cluster: Cluster, connect: OpenChannel) -> tuple[Sequence[str], Channel]:
@@ -40,7 +41,7 @@ def configure_heartbeats(num_workers: int, timeout: float) -> None:
     eager_context.context().configure_coordination_service(
         service_type="standalone",
         service_leader="/job:worker/replica:0/task:0",
-        heartbeat_timeout_in_ms=int(liveness.heartbeat_timeout() * _SILENCE * 1000),
+        heartbeat_timeout_in_ms=int(timeouts.heartbeat_timeout() * _SILENCE * 1000),
         cluster_register_timeout_in_ms=int(timeout * 1000),
         coordinated_jobs=[job],
     )

@@ -1,4 +1,4 @@
-"""`Meetings`, which selects steps after which all workers exchange values, at a given interval in seconds."""
+"""`RegularExchange`, which selects steps after which all workers exchange values, at a given interval in seconds."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from kdist.backends.contract import Runtime
 from kdist.backends.messages import gather
 
 
-class Meetings:
+class RegularExchange:
     """Lets workers exchange values regularly, after the same steps. Other steps cost almost nothing.
 
-    Clocks differ between workers, but step counts do not. Therefore, at each meeting the chief measures the
-    duration of the last steps, and sets the number of steps until the next meeting.
+    Clocks differ between workers, but step counts do not. Therefore, at each exchange the chief measures the
+    duration of the last steps, and sets the number of steps until the next exchange.
 
     Args:
         runtime: The runtime of the workers, or `None` for this process only.
-        seconds: The approximate time between meetings.
+        seconds: The approximate time between exchanges.
     """
 
     def __init__(self, runtime: Runtime | None, seconds: float) -> None:
@@ -28,10 +28,10 @@ class Meetings:
         self._next = 0
 
     def is_due(self, num_steps: int) -> bool:
-        """Returns whether the workers meet after `num_steps` steps. The result is equal on all workers."""
+        """Returns whether the workers exchange values after `num_steps` steps. The result is equal on all workers."""
         return num_steps >= self._next
 
-    def meet(self, num_steps: int, value: Any) -> list[Any]:
+    def exchange(self, num_steps: int, value: Any) -> list[Any]:
         """Exchanges a JSON value, and returns the values of all workers in the order of their indices."""
         now = time.monotonic()
         interval = 1

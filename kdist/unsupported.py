@@ -129,7 +129,7 @@ def find(strategy: str, backend: str, capability: str) -> Gap | None:
     return next((_BY_KEY[key] for key in keys if key in _BY_KEY), None)
 
 
-def require(
+def check(
     strategy: str, backend: str, capability: str = "create", received: Mapping[str, object] | None = None
 ) -> None:
     """Raises an `UnsupportedError` if a strategy does not have a capability on a backend."""
