@@ -10,6 +10,7 @@ import itertools
 import os
 import shutil
 import subprocess
+import sys
 import time
 
 import pytest
@@ -158,6 +159,49 @@ def test_a_partition_ends_both_sides(backend, hosts, tmp_path):
             script.stderr()
         )
     assert seconds < HEARTBEAT + SLACK
+
+
+ONE_END = """
+import socket, sys, time
+from kdist.control.connections import Connection, frame
+
+address = ("{network}.1", 5001)
+if sys.argv[1] == "0":
+    with socket.create_server(address) as listening:
+        link = Connection(listening.accept()[0], 100)
+else:
+    link = Connection(socket.create_connection(address), 100)
+for _ in range(5):  # the last beat is acknowledged before the link is cut
+    link.send(frame(b"b", 0))
+    time.sleep(0.1)
+print("CUT", flush=True)
+began = time.monotonic()
+while not link.is_unreachable(2.0):
+    link.send(frame(b"b", 0))
+    link.read()
+    time.sleep(0.2)
+print("UNREACHABLE", time.monotonic() - began, flush=True)
+"""
+
+
+@pytest.mark.kills("partition_without_a_route_unnoticed")
+def test_both_ends_of_a_cut_connection_notice_it(hosts, tmp_path):
+    """The network interface of the first host is down, so its kernel sends nothing that can be acknowledged."""
+    (tmp_path / "end.py").write_text(ONE_END.format(network=NETWORK))
+    with contextlib.ExitStack() as cleanup:
+        ends = []
+        for index, name in enumerate(hosts):
+            command = ("ip", "netns", "exec", name, sys.executable, tmp_path / "end.py", str(index))
+            ends.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            cleanup.enter_context(ends[-1])
+            cleanup.callback(ends[-1].kill)
+            time.sleep(1)
+        for end in ends:
+            assert end.stdout.readline() == "CUT\n"
+        ip("-n", hosts[0], "link", "set", link_of(0), "down")
+        for end in ends:
+            out, _ = end.communicate(timeout=30)
+            assert 2 <= float(out.split()[1]) < 12
 
 
 @pytest.mark.kills(slow_link_is_a_lost_worker="[torch]")

@@ -27,8 +27,8 @@ _HEADER = struct.Struct("!4scIQ")
 _MAGIC = b"kdc1"
 _MOST_BYTES = 1 << 36  # in a frame
 _CHUNK = 1 << 18
-# The fields `tcpi_unacked` and `tcpi_last_ack_recv` of TCP_INFO.
-_UNACKNOWLEDGED = struct.Struct("@24xI28xI")
+# The fields `tcpi_unacked`, `tcpi_last_ack_recv`, `tcpi_notsent_bytes` and `tcpi_snd_wnd` of TCP_INFO.
+_TCP_INFO = struct.Struct("@24xI28xI84xI80xI")
 # Shares of the heartbeat timeout: between two heartbeats; without heartbeats on the same and on another machine; and
 # without an acknowledgment of another machine. A C call that holds the GIL also stops heartbeats, but not the kernel,
 # which sends acknowledgments. On the same machine, the kernel shows whether a process is stopped.
@@ -144,9 +144,12 @@ class Connection:
         if sys.platform != "linux":
             return False
         with contextlib.suppress(OSError):
-            info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
-            unacknowledged, milliseconds = _UNACKNOWLEDGED.unpack_from(info)
-            return bool(unacknowledged and milliseconds > 1000 * seconds)
+            info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+            fields = info.ljust(_TCP_INFO.size, b"\0")  # old kernels have fewer
+            unacknowledged, milliseconds, unsent, window = _TCP_INFO.unpack(fields)
+            # Without a route, the kernel sends nothing. A worker that does not read has no window.
+            is_waiting = unacknowledged or (unsent and window)
+            return bool(is_waiting and milliseconds > 1000 * seconds)
         return False
 
     def end(self) -> None:

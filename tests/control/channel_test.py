@@ -321,6 +321,7 @@ def test_data_shows_that_a_worker_is_alive() -> None:
         connection.close()
 
 
+@pytest.mark.kills("channel_slow_reader_unreachable")
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports acknowledgments")
 def test_a_worker_that_does_not_read_is_reachable() -> None:
     """A C call holds the GIL, and the buffers are full. Hosts that vanish are in `two_hosts_multi_process_test.py`."""
