@@ -101,7 +101,7 @@ def barrier(
             check_equal(runtime, "barrier", {"name": name}, hint, timeout=timeout)
     except WorkerTimeoutError as error:
         raise WorkerTimeoutError(
-            f"Some workers did not reach the barrier {name!r}. {error.problem}",
+            f"Some workers did not reach the barrier {name!r}: {error.problem}",
             hint="Read the logs of these workers, or wait longer: kdist.barrier(name, timeout=600)",
         ) from error
 

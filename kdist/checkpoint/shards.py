@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
 
 def number_of_shards(num_bytes: int, num_workers: int) -> int:
-    """Returns how many workers write a shard: all, or fewer if a shard would have less than 64 MiB.
+    """Returns how many workers write a shard: up to 8, and more if each shard has at least 64 MiB.
 
     Example:
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 CHUNK = 32 << 20
-_BEAT = 1.0  # seconds between two signs of life during an upload; less than the patience of other workers
+_BEAT = 1.0  # seconds between two objects that show that an upload continues; other workers wait longer
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")

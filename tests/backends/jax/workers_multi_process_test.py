@@ -102,6 +102,13 @@ def test_a_worker_that_stands_still_ends_the_others(start: Callable[..., Job]) -
     assert job.seconds(0, since=0) < _PROMISED + 5
 
 
+@pytest.mark.kills("jax_destructors_without_a_limit")
+def test_destructors_that_wait_for_a_lost_worker_end(start: Callable[..., Job]) -> None:
+    job = start("kill before a long exit", 1)
+    assert job.workers[0].wait() == signal.SIGALRM
+    assert f"lost {job.name(1)}: it died" in job.output(0)
+
+
 @pytest.mark.parametrize("whom", [0, 1])
 @pytest.mark.in_turn(4)
 def test_an_error_on_one_worker_ends_the_others_and_is_told(start: Callable[..., Job], whom: int) -> None:
