@@ -8,7 +8,6 @@ also order the accesses to the memory, and they report a worker that died at onc
 from __future__ import annotations
 
 import collections
-import contextlib
 import hashlib
 import itertools
 import mmap
@@ -73,12 +72,10 @@ class SharedMemory:
         self.num_added = 0  # sums of which each worker added a part
         self._num_started = 0
         self._peers = peers
-        self._workers = {peer.fileno(): worker for worker, peer in peers.items()}
-        self._ended: set[int] = set()
-        self._poll = select.poll()
-        for peer in peers.values():
+        self._polls = {worker: select.poll() for worker in peers}
+        for worker, peer in peers.items():
             peer.setblocking(True)
-            self._poll.register(peer, select.POLLIN)
+            self._polls[worker].register(peer, select.POLLIN)
         self._counts = {kind: dict.fromkeys(peers, 0) for kind in (_STARTED, _ADDED)}  # of messages
         # Of each worker, the sizes and dtypes of the sums that it started first.
         self._forms = {worker: collections.deque[Form]() for worker in peers}
@@ -112,6 +109,9 @@ class SharedMemory:
         After Ctrl-C, the sum continues, because programs of JAX cannot continue after an error.
         `interrupts` raises the `KeyboardInterrupt` afterwards.
         """
+        if 0 < sum([array.nbytes for array in arrays]) <= _PIECE:
+            self._wait_for_sum(self.start(arrays, results, shapes))
+            return
         pieces: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
         left = 0
         for array, result in zip(arrays, results, strict=True):
@@ -126,11 +126,14 @@ class SharedMemory:
                 left -= end - start
                 start = end
         for started in [self.start(*piece, shapes) for piece in pieces]:
-            try:
-                started.wait()
-            except KeyboardInterrupt:
-                interrupts.note_ignored()
-                started.wait()  # a second Ctrl-C interrupts the sum
+            self._wait_for_sum(started)
+
+    def _wait_for_sum(self, started: Sum) -> None:
+        try:
+            started.wait()
+        except KeyboardInterrupt:
+            interrupts.note_ignored()
+            started.wait()  # a second Ctrl-C interrupts the sum
 
     def have_equal(self, text: str) -> bool:
         """Returns whether all workers pass the same text, as their next sum."""
@@ -152,9 +155,12 @@ class SharedMemory:
 
     def send(self, kind: bytes, size: int = 0, dtype: int = 0, shapes: bytes = b"") -> None:
         """Sends a message to all other workers. A worker that needs more from one that has ended notices it."""
+        message = _MESSAGE.pack(kind, size, dtype) + shapes
         for peer in self._peers.values():
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                peer.send(_MESSAGE.pack(kind, size, dtype) + shapes)
+            try:  # `contextlib.suppress` takes longer
+                peer.send(message)
+            except (BrokenPipeError, ConnectionResetError):
+                pass
 
     def wait_for(self, kind: bytes, number: int, deadline: float) -> None:
         """Waits until all other workers have sent the message of this kind and number.
@@ -168,30 +174,30 @@ class SharedMemory:
         counts = self._counts[kind]
         for worker in counts:
             while counts[worker] <= number:
-                if worker in self._ended:
-                    raise ConnectionError(f"worker {worker} closed the connection")
-                ready = self._poll.poll(max(0.0, min(_LOOK, deadline - time.monotonic())) * 1000)
-                if not ready:
+                # Often the message is already there, and polling would cost another system call.
+                if self._receive(worker):
+                    continue
+                if not self._polls[worker].poll(max(0.0, min(_LOOK, deadline - time.monotonic())) * 1000):
                     self.check_others()
                     if time.monotonic() >= deadline:
                         raise TimeoutError
-                for descriptor, _ in ready:
-                    self._receive(self._workers[descriptor])
 
-    def _receive(self, worker: int) -> None:
+    def _receive(self, worker: int) -> bool:
+        """Handles a message of a worker, if there is one."""
         try:
-            data = self._peers[worker].recv(_MESSAGE.size + _TEXT)
+            data = self._peers[worker].recv(_MESSAGE.size + _TEXT, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
         except ConnectionResetError:
             # The worker ended before it read all messages. What it sent before is still there.
             data = self._peers[worker].recv(_MESSAGE.size + _TEXT)
         if not data:
-            self._ended.add(worker)
-            self._poll.unregister(self._peers[worker])
-            return
+            raise ConnectionError(f"worker {worker} closed the connection")
         kind, size, dtype = _MESSAGE.unpack_from(data)
         self._counts[kind][worker] += 1
         if kind == _STARTED:
             self._forms[worker].append((size, dtype, data[_MESSAGE.size :]))
+        return True
 
     def check_form(self, form: Form) -> None:
         """Raises an error if another worker started the next sum with another array."""
@@ -233,7 +239,7 @@ class Sum:
     ) -> None:
         self._memory, self.number, self._arrays, self._results = memory, number, arrays, results
         self._dtype = arrays[0].dtype
-        self._ends = list(itertools.accumulate(array.size for array in arrays))
+        self._ends = list(itertools.accumulate([array.size for array in arrays]))
         size = self._ends[-1] * self._dtype.itemsize
         self._form = size, _DTYPES.index(self._dtype), shapes.encode()[:_TEXT]
         self._deadline = time.monotonic() + memory.seconds
@@ -306,6 +312,8 @@ class Sum:
 
     def _parts_of(self, flat: np.ndarray) -> list[np.ndarray]:
         """Divides an array into parts of the sizes of the summed arrays."""
+        if len(self._ends) == 1:
+            return [flat]
         return [flat[start:end] for start, end in zip((0, *self._ends), self._ends, strict=False)]
 
 

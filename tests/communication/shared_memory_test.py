@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
+import mmap
+import signal
+import socket
 import threading
 import time
 from unittest import mock
@@ -13,6 +16,7 @@ import pytest
 
 from kdist.communication import interrupts, shared_memory
 from kdist.communication.memory_offer import Offer
+from kdist.communication.shared_memory import SLOT, SLOTS, SharedMemory
 from kdist.errors import WorkerMismatchError
 
 SECONDS = 60.0
@@ -159,6 +163,24 @@ def test_a_worker_that_does_not_come():
         ended.wait(SECONDS)
 
     on_workers(2, work, seconds=1.0)
+
+
+def test_signals_do_not_prevent_a_timeout():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    regions = [mmap.mmap(-1, SLOTS * SLOT) for _ in range(2)]
+    memory = SharedMemory(0, {1: ours}, regions, 1.0)
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)  # a profiler
+    began = time.monotonic()
+    try:
+        with pytest.raises(RuntimeError, match=r"Timed out after 1 s\."):
+            memory.start([np.ones(3)]).wait()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        memory.close()
+        theirs.close()
+    assert time.monotonic() - began < 5
 
 
 @pytest.mark.kills("shared_memory_adds_twice_after_ctrl_c")
