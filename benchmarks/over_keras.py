@@ -2,14 +2,15 @@
 
     python benchmarks/over_keras.py torch|jax|tensorflow [rounds]
 
-Each round runs a process with kdist, and then a process without it. Both train the same small models on the same data.
-The result is the median ratio of all rounds, with the lowest and the highest.
+Each round starts a process with kdist and a process without it. They train the same small models on the same data, and
+take turns after each epoch, so that both see the same load of the machine. The ratio of a round is the fastest epoch
+with kdist, divided by the fastest without it. The result is the median of all rounds, with the lowest and the highest.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import itertools
 import os
 import statistics
 import subprocess
@@ -19,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 METHODS = ("fit", "evaluate", "predict")
-STEPS, ROWS, EPOCHS = 40, 64, 4
+STEPS, ROWS, EPOCHS = 40, 64, 6
 
 
 def models() -> dict[str, tuple[tuple[int, ...], Callable[[], Sequence[Any]]]]:
@@ -49,61 +50,78 @@ def models() -> dict[str, tuple[tuple[int, ...], Callable[[], Sequence[Any]]]]:
     }
 
 
-def run_process(with_kdist: bool) -> None:
-    """Prints the milliseconds per step of each model and method as JSON."""
+def answer_requests(with_kdist: bool) -> None:
+    """Trains, evaluates or predicts for each line of standard input. Prints the milliseconds per step.
+
+    A line is the name of a model and a method, with a tab between them.
+    """
     if with_kdist:
         import kdist
     import keras
     import numpy as np
 
-    random, found = np.random.default_rng(0), {}
-    count = STEPS * ROWS
-    for name, (shape, layers) in models().items():
-        x = random.random((count, *shape), "float32")
-        x = (5000 * x).astype("int32") if name == "embedding" else x
-        y = random.integers(0, 10, count)
-        scope = kdist.OneDeviceStrategy("cpu:0").scope() if with_kdist else contextlib.nullcontext()
-        with scope:
-            model = keras.Sequential([keras.Input(shape), *layers(), keras.layers.Dense(10)])
-            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            model.compile("adam", loss, metrics=["accuracy"])
-        for method in METHODS:
-            data = (x,) if method == "predict" else (x, y)
-            times = []
-            for _ in range(EPOCHS):
-                start = time.perf_counter()
-                getattr(model, method)(*data, batch_size=ROWS, verbose=0)
-                times.append((time.perf_counter() - start) / STEPS * 1000)
-            found[f"{name}, {method}"] = min(times[1:])  # the first epoch compiles
-    print("milliseconds", json.dumps(found))
+    known: dict[str, tuple[keras.Model, Any, Any]] = {}
+    for line in sys.stdin:
+        name, method = line.strip().split("\t")
+        if name not in known:
+            (shape, layers), random = models()[name], np.random.default_rng(0)
+            x = random.random((STEPS * ROWS, *shape), "float32")
+            x = (5000 * x).astype("int32") if name == "embedding" else x
+            y = random.integers(0, 10, STEPS * ROWS)
+            with kdist.OneDeviceStrategy("cpu:0").scope() if with_kdist else contextlib.nullcontext():
+                model = keras.Sequential([keras.Input(shape), *layers(), keras.layers.Dense(10)])
+                loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+                model.compile("adam", loss, metrics=["accuracy"])
+            known[name] = model, x, y
+        model, x, y = known[name]
+        start = time.perf_counter()
+        getattr(model, method)(*(x,) if method == "predict" else (x, y), batch_size=ROWS, verbose=0)
+        print("milliseconds", (time.perf_counter() - start) / STEPS * 1000, flush=True)
+
+
+class Contender:
+    """A process that answers requests. It waits while the other process computes."""
+
+    def __init__(self, backend: str, kind: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "process", kind],
+            env=os.environ | {"KERAS_BACKEND": backend},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
+
+    def milliseconds(self, name: str, method: str) -> float:
+        """Returns the time per step of one epoch."""
+        print(name, method, sep="\t", file=self._input, flush=True)
+        for line in self._output:
+            if line.startswith("milliseconds"):
+                return float(line.split()[1])
+        raise SystemExit(f"The process ended with exit code {self._process.wait()}.")
+
+    def end(self) -> None:
+        """Ends the process."""
+        self._process.communicate()
 
 
 def main(backend: str, rounds: int) -> None:
-    ratios: dict[str, list[float]] = {}
+    ratios: dict[tuple[str, str], list[float]] = {}
     for _ in range(rounds):
-        ours, theirs = (_milliseconds(backend, kind) for kind in ("kdist", "keras"))
-        for name, milliseconds in ours.items():
-            ratios.setdefault(name, []).append(milliseconds / theirs[name])
-    for name, each in ratios.items():
-        print(f"{name:40} {statistics.median(each):.2f} ({min(each):.2f} to {max(each):.2f})")
-
-
-def _milliseconds(backend: str, kind: str) -> dict[str, float]:
-    done = subprocess.run(
-        [sys.executable, __file__, "process", kind],
-        env=os.environ | {"KERAS_BACKEND": backend},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    found: dict[str, float] = json.loads(done.stdout.split("milliseconds")[1])
-    return found
+        pair = [Contender(backend, kind) for kind in ("kdist", "keras")]
+        for name, method in itertools.product(models(), METHODS):
+            epochs = [[each.milliseconds(name, method) for each in pair] for _ in range(EPOCHS)]
+            ours, theirs = map(min, zip(*epochs[1:], strict=True))  # the first epoch compiles
+            ratios.setdefault((name, method), []).append(ours / theirs)
+        for each in pair:
+            each.end()
+    for key, found in ratios.items():
+        print(f"{', '.join(key):40} {statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})")
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "process":
-        run_process(sys.argv[2] == "kdist")
+        answer_requests(sys.argv[2] == "kdist")
     else:
         main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 5)
