@@ -6,11 +6,15 @@ A strategy creates it, and a backend builds its runtime from it. Code that reads
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kdist.cluster import Cluster
 from kdist.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Layout = tuple[str | None, ...]
 """For each axis of a variable, the mesh axis over which it is sharded; `None` if the axis is not sharded."""
@@ -69,6 +73,23 @@ class Sharded:
     def lengths(self, num_devices: int) -> dict[str, int]:
         """Returns the name and the length of each axis; see `mesh_shape`."""
         return dict(zip(self.axes, self.mesh_shape(num_devices), strict=True))
+
+
+@dataclass(frozen=True)
+class LocalParts:
+    """The parts of a sharded variable on the devices of one worker. `(start, stop)` is a part along an axis.
+
+    Args:
+        axis: The axis of the variable over which it is sharded.
+        parts: A function per part that returns it on the host.
+        to_save: The parts that this worker saves. If workers hold copies of a part, one of them saves it.
+        assign: Assigns new values of all parts, without communication. All workers must call it.
+    """
+
+    axis: int
+    parts: Mapping[tuple[int, int], Callable[[], np.ndarray]]
+    to_save: Collection[tuple[int, int]]
+    assign: Callable[[Mapping[tuple[int, int], np.ndarray]], None]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from kdist.communication.options import CommunicationOptions
 from kdist.context import StrategyLike
 from kdist.control import stalls
 from kdist.errors import KdistError, UnsupportedError
-from kdist.topology import Topology
+from kdist.topology import LocalParts, Topology
 
 if TYPE_CHECKING:
     import keras
@@ -165,13 +165,10 @@ class Runtime(ABC):
 
     sees_all_rows: bool = False
     """Whether a model's step is one program that sees the rows of all replicas."""
-
     exchanges_in_programs: bool = False
     """Whether one program contains the step and its collectives, so that compute time cannot be measured."""
-
     needs_equal_shapes: bool = False
     """Whether replicas need batches of equal shapes, as parts of one array. Sparse batches are not split."""
-
     compression: str | None = None
     """The 16-bit dtype in which workers exchange gradients, or `None` for the dtype of each gradient."""
     low_rank: LowRank | None = None
@@ -227,10 +224,7 @@ class Runtime(ABC):
         return True
 
     def traced(self, iterator: object) -> Any:
-        """Returns a substitute for a distributed iterator while a function is traced, with the same methods.
-
-        Returns `None` if no substitute is needed.
-        """
+        """Returns an object with the methods of a distributed iterator while a function is traced, or `None`."""
         return None
 
     def element_of(self, iterator: object) -> Any:
@@ -343,6 +337,10 @@ class Runtime(ABC):
     def kept_whole(self, variables: Sequence[keras.Variable]) -> AbstractContextManager[object]:
         """A context manager in which one worker can read whole variables. All workers must enter it."""
         return contextlib.nullcontext()
+
+    def local_parts(self, variable: keras.Variable) -> LocalParts | None:
+        """Returns this worker's parts of a variable; `None` if not exactly one axis is sharded over workers."""
+        return None
 
     @abstractmethod
     def broadcast_variables(self, variables: Sequence[keras.Variable]) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kdist.checkpoint import layout, storage
 from kdist.checkpoint.checksums import crc32
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+_MOST_OPEN = 256  # files; usual limits of a process are 1,024 and more
 _LARGEST_INDEX = 1 << 30  # 4,096 workers write about 50 MB
 _ANOTHER = "Restore another checkpoint, or a copy of this checkpoint."
 
@@ -64,7 +65,21 @@ def _read(path: str) -> bytes:
 def read_tensors(
     path: str, index: Index, wanted: Sequence[Tensor], shown: bool = False
 ) -> dict[str, np.ndarray]:
-    """Reads tensors in several threads, verifies their checksums, and returns NumPy arrays by name.
+    """Reads whole tensors; see `read_ranges`. Returns NumPy arrays by name."""
+    found = read_ranges(path, index, [Range(tensor, 0, tensor.size.elements) for tensor in wanted], shown)
+    return {tensor.name: in_shape(array, tensor) for tensor, array in zip(wanted, found, strict=True)}
+
+
+class Range(NamedTuple):
+    """A range of the stored elements of a tensor."""
+
+    tensor: Tensor
+    first: int
+    last: int
+
+
+def read_ranges(path: str, index: Index, ranges: Sequence[Range], shown: bool = False) -> list[np.ndarray]:
+    """Reads ranges of tensors in several threads, verifies all checksums, and returns flat NumPy arrays.
 
     If `shown` is true, a progress line appears when reading takes long.
 
@@ -73,26 +88,46 @@ def read_tensors(
     """
     import numpy as np
 
-    num_bytes = sum(tensor.num_bytes for tensor in wanted)
+    jobs = [
+        (piece.file, piece.offset, number, piece)
+        for number, (tensor, first, last) in enumerate(ranges)
+        for piece in tensor.pieces
+        if piece.first < last and first < piece.last
+    ]
+    num_bytes = sum(ranges[number].tensor.num_bytes_of(piece) for *_, number, piece in jobs)
     with (
         _offering_another(path),
-        _opened(path, index) as shards,
+        contextlib.ExitStack() as kept,
         progress(f"reading {path}", num_bytes, shown) as add,
         ThreadPoolExecutor(storage.of(path).threads) as pool,
     ):
+        shards = _shards(path, index)
+        for count, file in enumerate(sorted({file for file, *_ in jobs})):
+            if count < _MOST_OPEN:
+                kept.enter_context(shards[file].kept_open())
+            else:
+                shards[file].check_size()
         # Allocate only now: the file sizes match the index, and the tensors in the index fit into the files.
-        arrays: dict[str, Any] = {tensor.name: np.empty(tensor.num_bytes, np.uint8) for tensor in wanted}
-        jobs = [
-            pool.submit(shards[piece.file].read, tensor, piece, memoryview(arrays[tensor.name]), add)
-            for tensor in wanted
-            for piece in tensor.pieces
+        arrays: list[Any] = [
+            np.empty((last - first) * t.size.itemsize, np.uint8) for t, first, last in ranges
         ]
-        for job in jobs:
+        running = [
+            pool.submit(shards[file].read, ranges[number], piece, memoryview(arrays[number]), add)
+            for file, _, number, piece in sorted(jobs)
+        ]
+        for job in running:
             job.result()
-    return {
-        tensor.name: arrays[tensor.name].view(dtype_of(tensor.dtype)).reshape(tensor.shape)
-        for tensor in wanted
-    }
+    return [array.view(dtype_of(tensor.dtype)) for array, (tensor, *_) in zip(arrays, ranges, strict=True)]
+
+
+def in_shape(stored: np.ndarray, tensor: Tensor) -> np.ndarray:
+    """Returns stored elements with the axes of the tensor. A part of its stored axis is enough."""
+    import numpy as np
+
+    if not tensor.shape or not tensor.size.elements:
+        return stored.reshape(tensor.shape)
+    others = [length for axis, length in enumerate(tensor.shape) if axis != tensor.axis]
+    return np.moveaxis(stored.reshape((-1, *others)), 0, tensor.axis)
 
 
 def dtype_of(name: str) -> np.dtype:
@@ -113,14 +148,14 @@ def verify(path: str | os.PathLike[str]) -> Index:
     path = storage.plain(path)
     with (
         _offering_another(path),
-        _opened(path, index) as shards,
         progress(f"checking {path}", index.num_bytes) as add,
     ):
+        shards = _shards(path, index)
         for shard in shards:
             shard.check_header()
         for tensor in index.tensors:
             for piece in tensor.pieces:
-                shards[piece.file].read(tensor, piece, None, add)
+                shards[piece.file].read(Range(tensor, 0, 0), piece, memoryview(b""), add)
     return index
 
 
@@ -160,16 +195,13 @@ def _seems_whole(path: str) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def _opened(path: str, index: Index) -> Iterator[list[_Shard]]:
-    """Opens all files of a checkpoint and checks their sizes."""
+def _shards(path: str, index: Index) -> list[_Shard]:
     open_file = storage.of(path).opener(path)
-    with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(_Shard(path, file, index, open_file)) for file in index.files]
+    return [_Shard(path, file, index, open_file) for file in index.files]
 
 
 class _Shard:
-    """A file of a checkpoint, open for reading."""
+    """A file of a checkpoint. There can be thousands, so not all of them stay open."""
 
     def __init__(
         self,
@@ -180,58 +212,87 @@ class _Shard:
     ) -> None:
         self._path = os.path.join(path, file.name)
         self._file = file
+        self._num_shards = len(index.files)
+        self._open_file = open_file
+        self._kept: storage.LocalFile | storage.RemoteFile | None = None
+
+    @contextlib.contextmanager
+    def kept_open(self) -> Iterator[None]:
+        """Keeps the file open, so that all reads see it even if it is deleted or replaced in the meantime."""
+        with self.opened() as self._kept:
+            try:
+                yield
+            finally:
+                self._kept = None
+
+    def check_size(self) -> None:
+        """Checks that the file exists and has its size."""
+        with self.opened():
+            pass
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[storage.LocalFile | storage.RemoteFile]:
+        """Opens the file and checks its size, unless the file is already open."""
+        if self._kept is not None:
+            yield self._kept
+            return
         try:
-            self._open = open_file(file.name)
+            found = self._open_file(self._file.name)
         except FileNotFoundError as error:
             raise CheckpointCorruptError(
                 "The checkpoint is corrupt: a shard is missing.",
-                received={"file": self._path, "shards": len(index.files)},
+                received={"file": self._path, "shards": self._num_shards},
             ) from error
         except OSError as error:
             raise _unreadable(self._path, error) from error
-        size = self._open.num_bytes
-        if size != file.num_bytes:
-            self._open.close()
-            raise CheckpointCorruptError(
-                "The checkpoint is corrupt: the size of a shard has changed since the save.",
-                received={"file": self._path, "bytes": size, "saved": file.num_bytes},
-            )
-
-    def __enter__(self) -> _Shard:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._open.close()
+        with contextlib.closing(found):
+            if found.num_bytes != self._file.num_bytes:
+                raise CheckpointCorruptError(
+                    "The checkpoint is corrupt: the size of a shard has changed since the save.",
+                    received={"file": self._path, "bytes": found.num_bytes, "saved": self._file.num_bytes},
+                )
+            yield found
 
     def check_header(self) -> None:
         """Verifies the checksum of the bytes before the tensors."""
         header = memoryview(bytearray(self._file.header_bytes))
-        if crc32(header[: self._open.read_into(header, 0)]) != self._file.header_crc32:
+        with self.opened() as file:
+            num_bytes = file.read_into(header, 0)
+        if crc32(header[:num_bytes]) != self._file.header_crc32:
             raise CheckpointCorruptError(
                 "The checkpoint is corrupt: the checksum of a shard's header does not match.",
                 received={"file": self._path},
             )
 
-    def read(
-        self, tensor: Tensor, piece: Piece, array: memoryview | None, add: Callable[[int], None]
-    ) -> None:
-        """Reads a piece, into `array` if given, and verifies its checksum. Reports progress to `add`."""
-        itemsize = tensor.size.itemsize
+    def read(self, wanted: Range, piece: Piece, array: memoryview, add: Callable[[int], None]) -> None:
+        """Reads a piece and verifies its checksum. Copies the elements in the range to `array`."""
+        tensor = wanted.tensor
         num_bytes = tensor.num_bytes_of(piece)
-        scratch = memoryview(bytearray(min(num_bytes, self._open.chunk) if array is None else 0))
+        before = (piece.first - wanted.first) * tensor.size.itemsize  # from the start of `array` to the piece
         crc = done = 0
-        while done < num_bytes:
-            size = min(num_bytes - done, self._open.chunk)
-            start = piece.first * itemsize + done
-            part = scratch[:size] if array is None else array[start : start + size]
-            got = self._open.read_into(part, piece.offset + done)
-            if not got:
-                break  # truncated after the size check: the checksum will not match
-            crc = crc32(part[:got], crc)
-            done += got
-            add(got)
+        with self.opened() as file:
+            scratch = memoryview(
+                bytearray(0 if _is_within(before, num_bytes, array) else min(num_bytes, file.chunk))
+            )
+            while done < num_bytes:
+                size, start = min(num_bytes - done, file.chunk), before + done
+                part = scratch[:size] or array[start : start + size]
+                got = file.read_into(part, piece.offset + done)
+                if not got:
+                    break  # truncated after the size check: the checksum will not match
+                if scratch:
+                    first, last = max(start, 0), min(start + got, len(array))
+                    if first < last:
+                        array[first:last] = part[first - start : last - start]
+                crc = crc32(part[:got], crc)
+                done += got
+                add(got)
         if crc != piece.crc32:
             raise CheckpointCorruptError(
                 f"The checkpoint is corrupt: the checksum of tensor {tensor.name!r} does not match.",
                 received={"file": self._path, "offset": piece.offset, "bytes": num_bytes},
             )
+
+
+def _is_within(start: int, num_bytes: int, array: memoryview) -> bool:
+    return start >= 0 and start + num_bytes <= len(array)

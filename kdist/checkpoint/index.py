@@ -16,7 +16,7 @@ from kdist.checkpoint.shards import Size
 from kdist.errors import CheckpointCorruptError, CheckpointError, malformed_as
 
 FORMAT = "kdist.checkpoint"
-VERSION = 1
+VERSION = 2  # if a tensor is stored along another axis than the first, otherwise 1
 _LAST_SECOND = 1e11  # the limit of `saved_at`, so that it can be printed as a date
 
 # For each dtype of a tensor: the bytes per element, and its name in a safetensors file. Dtypes without such a
@@ -66,6 +66,9 @@ class Tensor:
     dtype: str  # Keras's name
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...] = ()  # in the order of the elements
+    # The axis whose index varies slowest in the stored elements. A worker can then write its part of the axis as one
+    # piece. The other axes follow in their order.
+    axis: int = 0
 
     @property
     def size(self) -> Size:
@@ -76,6 +79,11 @@ class Tensor:
     def num_bytes(self) -> int:
         """The number of bytes of all elements."""
         return self.size.elements * self.size.itemsize
+
+    def elements_of(self, start: int, stop: int) -> tuple[int, int]:
+        """Returns the stored elements from index `start` to `stop` of the axis."""
+        row = self.size.elements // self.shape[self.axis]
+        return start * row, stop * row
 
     def num_bytes_of(self, piece: Piece) -> int:
         """Returns the number of bytes of one piece."""
@@ -117,8 +125,10 @@ class Index:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
 
-def dump(index: Index, version: int = VERSION) -> bytes:
-    """Returns the bytes of `index.json`."""
+def dump(index: Index, version: int | None = None) -> bytes:
+    """Returns the bytes of `index.json`, which older versions of kdist can read if possible."""
+    if version is None:
+        version = VERSION if any(tensor.axis for tensor in index.tensors) else 1
     fields = {
         **vars(index),
         "tensors": [
@@ -127,6 +137,7 @@ def dump(index: Index, version: int = VERSION) -> bytes:
                 "dtype": tensor.dtype,
                 "shape": list(tensor.shape),
                 "pieces": [[p.file, p.first, p.last, p.offset, f"{p.crc32:08x}"] for p in tensor.pieces],
+                **({"axis": tensor.axis} if tensor.axis else {}),
             }
             for tensor in index.tensors
         ],
@@ -169,9 +180,9 @@ def parse(data: bytes, path: str) -> Index:
             "The checkpoint is corrupt: the checksum of its index does not match.",
             received={"file": path, "bytes": len(data)},
         )
-    if version != VERSION:
+    if not 1 <= version <= VERSION:
         raise CheckpointError(
-            f"Cannot read the checkpoint: this version of kdist only reads format version {VERSION}.",
+            f"Cannot read the checkpoint: this version of kdist only reads format versions up to {VERSION}.",
             received={"file": path, "version": version},
             hint="Use a newer version of kdist. In your checkout of kdist, run: git pull && pip install .",
         )
@@ -236,9 +247,11 @@ def _tensor(item: dict[str, Any], files: Sequence[File]) -> Tensor:
         Piece(file, first, last, offset, int(crc32, 16))
         for file, first, last, offset, crc32 in _list(item["pieces"])
     )
-    tensor = Tensor(item["name"], item["dtype"], tuple(_list(item["shape"])), pieces)
+    axis = item.get("axis", 0)
+    tensor = Tensor(item["name"], item["dtype"], tuple(_list(item["shape"])), pieces, axis)
     _need(isinstance(tensor.name, str), "name of a tensor")
     _need(all(_is_count(length) for length in tensor.shape), f"shape of {tensor.name}")
+    _need(_is_count(axis) and axis < max(1, len(tensor.shape)), f"axis of {tensor.name}")
     end = 0
     for piece in pieces:
         _need(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kdist import keras_hooks
 from kdist.backends.messages import call_on_all
-from kdist.checkpoint import layout, plain, state
+from kdist.checkpoint import layout, plain, sharded, state
 from kdist.checkpoint.checked_reading import read_index, read_tensors
 from kdist.checkpoint.folders import gather_from
 from kdist.checkpoint.index import Index, Tensor
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import keras
-    import numpy as np
 
     from kdist.backends.contract import Runtime
     from kdist.context import StrategyLike
@@ -95,6 +94,12 @@ class _Plan:
     states: list[tuple[Any, Any]]
     unused: list[str]
     unmatched: list[str]
+    sharded: Mapping[str, sharded.Sharded] = field(default_factory=dict)  # by the name of the tensor
+
+    def assign(self, pair: tuple[keras.Variable, Tensor]) -> Callable[[Any], object]:
+        """Returns the function that assigns a value of a variable, or of its local parts if it is sharded."""
+        variable, tensor = pair
+        return self.sharded[tensor.name].local.assign if tensor.name in self.sharded else variable.assign
 
 
 def restore(
@@ -124,8 +129,12 @@ def restore(
             plan = match(path, index, parts, worker, num_workers)
             stored = set(plain.tensors_in(dict(index.values)))
             arrays = [tensor for tensor in index.tensors if tensor.name in stored]
-            wanted = [tensor for _, tensor in plan.variables] + arrays
-            values = read_tensors(path, index, wanted, shown=worker == 0)
+            plan.sharded = sharded.match(runtime, plan.variables)
+            wanted = [tensor for _, tensor in plan.variables if tensor.name not in plan.sharded] + arrays
+            values: dict[str, Any] = {
+                **read_tensors(path, index, wanted, shown=worker == 0),
+                **sharded.read(path, index, plan.sharded, shown=worker == 0),
+            }
             for variable, tensor in plan.variables:
                 values[tensor.name] = _converted(path, tensor, values[tensor.name], variable)
             # Decode everything before the first assignment, so that a failed restore changes nothing.
@@ -145,7 +154,7 @@ def restore(
         for known in before:
             state.set_random_state(known)
         raise
-    _assign(strategy, parts, [(variable, values[tensor.name]) for variable, tensor in plan.variables])
+    _assign(strategy, parts, [(plan.assign(pair), values[pair[1].name]) for pair in plan.variables])
     for owner, saved in plan.states:
         owner.set_state(saved)
     puts = {part.name: part.put for part in parts if part.kind == "value" and part.put is not None}
@@ -158,11 +167,11 @@ def restore(
 def _assign(
     strategy: StrategyLike | None,
     parts: Sequence[state.Part],
-    values: Sequence[tuple[keras.Variable, np.ndarray]],
+    values: Sequence[tuple[Callable[[Any], object], Any]],
 ) -> None:
     with scope_of(strategy):
-        for variable, value in values:
-            variable.assign(value)
+        for assign, value in values:
+            assign(value)
         for part in parts:
             if part.kind in ("model", "layer"):
                 keras_hooks.finish_loading(part.owner)
@@ -207,7 +216,7 @@ def restore_weights(path: str, model: keras.Model) -> None:
         states = [(owner, plain.decode(saved)) for owner, saved in plan.states]
     pairs = plan.variables + _iterations(index, name, model)
     values = read_tensors(path, index, [tensor for _, tensor in pairs])
-    assigned = [(v, _converted(path, tensor, values[tensor.name], v)) for v, tensor in pairs]
+    assigned = [(v.assign, _converted(path, tensor, values[tensor.name], v)) for v, tensor in pairs]
     _assign(state.strategy_of(model), parts, assigned)
     for owner, saved in states:
         owner.set_state(saved)
@@ -336,7 +345,9 @@ def _without_width(fact: _Fact | None) -> object:
     return fact and (*fact[:2], "int" if "int" in fact[2] else fact[2])
 
 
-def _converted(path: str, tensor: Tensor, array: np.ndarray, variable: keras.Variable) -> np.ndarray:
+def _converted(path: str, tensor: Tensor, array: Any, variable: keras.Variable) -> Any:
+    if isinstance(array, dict):  # parts of a sharded variable
+        return {part: _converted(path, tensor, value, variable) for part, value in array.items()}
     wanted = state.dtype_name(variable)
     if wanted == tensor.dtype:
         return array

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 
-from kdist.checkpoint import plain, state
+from kdist.checkpoint import plain, sharded, state
 from kdist.checkpoint.index import DTYPES, Tensor
 from kdist.checkpoint.shards import Span, cut, number_of_shards
 from kdist.checkpoint.writing import Share
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from kdist.backends.contract import Runtime
     from kdist.checkpoint.folders import Folder
     from kdist.context import StrategyLike
-
-# The size up to which sharded variables are gathered together. A larger variable is gathered by itself.
-_GROUP_BYTES = 64 << 20
 
 
 @dataclass
@@ -98,18 +95,18 @@ def take(
     number: int | None,
     counter: int,
 ) -> Share:
-    """Returns this worker's share. It refers to the variables, and only copies sharded variables."""
-    sizes = [tensor.size for tensor in contents.tensors]
-    num_bytes = sum(size.elements * size.itemsize for size in sizes)
-    num_shards = number_of_shards(num_bytes, len(folder.members))
-    spans = cut(sizes, folder.rank, num_shards) if folder.rank < num_shards else []
-
-    check = (lambda: None) if runtime is None else runtime.group.check_intact
-    read: Callable[[], Iterable[np.ndarray]] = functools.partial(_read, contents.sources, spans, check)
+    """Returns this worker's share. It refers to the variables, and only copies gathered variables."""
+    num_shards = number_of_shards(sum(tensor.num_bytes for tensor in contents.tensors), len(folder.members))
+    tensors = contents.tensors
+    spans: list[Span] = []
+    known: dict[Span, Callable[[], np.ndarray]] = {}
     if runtime is not None and runtime.divides_over_workers:
-        parts = _gather(contents, spans, runtime)
-        read = functools.partial(iter, parts)
-
+        tensors, spans, known = sharded.divide(
+            contents.sources, tensors, folder.rank, len(folder.members), num_shards, runtime
+        )
+    elif folder.rank < num_shards:
+        spans = cut([tensor.size for tensor in tensors], folder.rank, num_shards)
+    check = (lambda: None) if runtime is None else runtime.group.check_intact
     facts = {
         "id": save_id,
         "number": number,
@@ -128,52 +125,19 @@ def take(
         if folder.rank == 0
         else {},
     }
-    return Share(contents.tensors, spans, num_shards, read, facts, contents.states)
+    read = functools.partial(_read, contents.sources, spans, known, check)
+    return Share(tensors, spans, num_shards, read, facts, contents.states)
 
 
 def _read(
-    sources: Sequence[keras.Variable | np.ndarray], spans: Sequence[Span], check: Callable[[], None]
+    sources: Sequence[keras.Variable | np.ndarray],
+    spans: Sequence[Span],
+    known: Mapping[Span, Callable[[], np.ndarray]],
+    check: Callable[[], None],
 ) -> Iterator[np.ndarray]:
     for span in spans:
-        yield _bytes_of(sources[span.tensor], span)
+        yield known[span]() if span in known else state.bytes_of(sources[span.tensor], span)
     check()
-
-
-def _bytes_of(source: keras.Variable | np.ndarray, span: Span) -> np.ndarray:
-    array = np.ascontiguousarray(state.to_host(source)).reshape(-1)
-    return array[span.first : span.last].view(np.uint8)
-
-
-def _gather(contents: Contents, spans: Sequence[Span], runtime: Runtime) -> list[np.ndarray]:
-    """Gathers groups of sharded variables on all workers, and copies this worker's spans of each group."""
-    variables = [source for source in contents.sources if isinstance(source, keras.Variable)]
-    place = {id(source): number for number, source in enumerate(contents.sources)}
-    found: dict[Span, np.ndarray] = {}
-    for some in _in_groups(variables, contents.tensors, place):
-        numbers = {place[id(variable)] for variable in some}
-        with runtime.kept_whole(some):
-            found |= {
-                s: _bytes_of(contents.sources[s.tensor], s).copy() for s in spans if s.tensor in numbers
-            }
-    return [
-        found[span] if span in found else _bytes_of(contents.sources[span.tensor], span) for span in spans
-    ]
-
-
-def _in_groups(
-    variables: Sequence[keras.Variable], tensors: Sequence[Tensor], place: Mapping[int, int]
-) -> Iterator[list[keras.Variable]]:
-    some: list[keras.Variable] = []
-    size = 0
-    for variable in variables:
-        of_this = tensors[place[id(variable)]].size
-        if some and size + of_this.elements * of_this.itemsize > _GROUP_BYTES:
-            yield some
-            some, size = [], 0
-        some.append(variable)
-        size += of_this.elements * of_this.itemsize
-    if some:
-        yield some
 
 
 def copy(share: Share) -> None:

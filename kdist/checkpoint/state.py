@@ -22,6 +22,7 @@ import numpy as np
 from kdist import keras_hooks
 from kdist.backends import get_backend
 from kdist.checkpoint.checked_reading import dtype_of
+from kdist.checkpoint.shards import Span
 from kdist.context import StrategyLike
 from kdist.errors import CheckpointError, InvalidArgumentError
 
@@ -265,6 +266,12 @@ def to_host(source: object) -> np.ndarray:
     array = keras.ops.convert_to_numpy(source)
     wanted = dtype_of(dtype_name(source))
     return array if array.dtype == wanted else array.astype(wanted)
+
+
+def bytes_of(source: keras.Variable | np.ndarray, span: Span) -> np.ndarray:
+    """Returns the bytes of a range of elements."""
+    array = np.ascontiguousarray(to_host(source)).reshape(-1)
+    return array[span.first : span.last].view(np.uint8)
 
 
 def dtype_name(source: object) -> str:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kdist import faults, tracing
@@ -68,8 +68,9 @@ def header_of(share: Share) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "kdist.checkpoint"}}
     for span, (begin, end) in zip(share.spans, itertools.pairwise(share.offsets()), strict=True):
         tensor = share.tensors[span.tensor]
-        whole = span.last - span.first == tensor.size.elements
-        name = tensor.name if whole else f"{tensor.name}[{span.first}:{span.last}]"
+        whole = span.last - span.first == tensor.size.elements and not tensor.axis
+        along = f"axis {tensor.axis}, " if tensor.axis else ""
+        name = tensor.name if whole else f"{tensor.name}[{along}{span.first}:{span.last}]"
         known = DTYPES[tensor.dtype][1]
         shape = list(tensor.shape) if whole and known else [span.last - span.first if known else end - begin]
         entries[name] = {"dtype": known or "U8", "shape": shape, "data_offsets": [begin, end]}
@@ -162,7 +163,9 @@ def _write_spans(folder: Folder, share: Share) -> dict[str, Any]:
 
     def parts() -> Iterator[bytes | np.ndarray]:
         yield header
-        for part in share.read():
+        for part, (begin, end) in zip(share.read(), itertools.pairwise(offsets), strict=True):
+            if len(part) != end - begin:
+                raise ValueError(f"a span has {len(part)} bytes instead of {end - begin}")
             if pool is not None:
                 checksums.append(pool.submit(crc32, part).result)
             else:
@@ -282,7 +285,7 @@ def merge(folder: Folder, share: Share, reports: Sequence[Mapping[str, Any]]) ->
         for number, piece in report["pieces"]:
             pieces[number].append(Piece(**piece))
     tensors = [
-        Tensor(tensor.name, tensor.dtype, tensor.shape, tuple(found))
+        replace(tensor, pieces=tuple(sorted(found, key=lambda piece: piece.first)))
         for tensor, found in zip(share.tensors, pieces, strict=True)
     ]
     states = {}

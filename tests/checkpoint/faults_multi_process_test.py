@@ -128,9 +128,9 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_offered(backend, 
     from kdist.checkpoint.index import dump, parse
 
     with open(index, "wb") as stream:
-        stream.write(dump(parse(original, index), version=2))
+        stream.write(dump(parse(original, index), version=3))
     kind, text = error_of(backend, bad)
-    assert kind == "CheckpointError" and "version=2" in text and offer in text
+    assert kind == "CheckpointError" and "version=3" in text and offer in text
     os.unlink(index)
     kind, text = error_of(backend, bad)
     assert kind == "CheckpointNotFoundError" and offer in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -107,8 +108,23 @@ def test_an_index_with_other_fields_is_an_error_of_kdist(field, value):
 
 
 def test_an_index_of_another_version():
-    with pytest.raises(CheckpointError, match=r"(?s)only reads format version 1.*version=2.*pip install"):
-        parse(dump(an_index(), version=2), "index.json")
+    with pytest.raises(
+        CheckpointError, match=r"(?s)only reads format versions up to 2.*version=3.*pip install"
+    ):
+        parse(dump(an_index(), version=3), "index.json")
+
+
+@pytest.mark.kills("checkpoint_axis_not_checked")
+def test_another_axis_than_the_first_needs_version_2():
+    tensors = an_index().tensors
+    index = an_index(tensors=[replace(tensors[0], axis=1), *tensors[1:]])
+    assert dump(index).startswith(b'{"format": "kdist.checkpoint", "version": 2,')
+    assert parse(dump(index), "index.json") == index
+    assert dump(an_index()).startswith(b'{"format": "kdist.checkpoint", "version": 1,')
+    for axis in (2, -1, 1.0, "x"):
+        other = an_index(tensors=[replace(tensors[0], axis=axis), *tensors[1:]])
+        with pytest.raises(CheckpointCorruptError):
+            parse(dump(other), "index.json")
 
 
 def test_dtypes_are_those_of_numpy():

@@ -8,6 +8,7 @@ import os
 import resource
 import zlib
 
+import numpy as np
 import pytest
 
 from kdist.checkpoint import layout
@@ -137,6 +138,23 @@ def test_no_tensor_is_allocated_that_the_files_cannot_hold(checkpoint, said):
     for reader in (read, verify):
         with pytest.raises(CheckpointCorruptError, match="fields|size of a shard"):
             limited(reader, path)
+
+
+@pytest.mark.kills("replaced_checkpoint_is_corrupt")
+@pytest.mark.parametrize("is_replaced", [True, False], ids=["replaced", "deleted"])
+def test_a_checkpoint_that_is_replaced_during_a_read_is_read(is_replaced, checkpoint, monkeypatch):
+    path = checkpoint()
+    other = os.path.join(path, "other")
+    empty = np.empty
+
+    def replace(*args, **kwargs):  # called when all files are open
+        with open(other, "wb") as file:
+            file.write(bytes(20))
+        os.rename(other, os.path.join(path, SHARD)) if is_replaced else os.unlink(os.path.join(path, SHARD))
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(np, "empty", replace)
+    assert read(path)["w"].tobytes() == CONTENT[4:]
 
 
 def test_pieces_may_not_share_bytes(checkpoint):

@@ -159,6 +159,15 @@ def test_all_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.kills("span_of_another_size_committed")
+def test_a_span_of_another_size_is_not_committed(tmp_path):
+    (tmp_path / "new").mkdir()
+    save = writing.Save(Folder(str(tmp_path / "new"), str(tmp_path / "ckpt-1"), [0], 0, "0f"))
+    save.start(dataclasses.replace(share(), read=lambda: [b"12"]))
+    assert "a span has 2 bytes instead of 4" in save.join()
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.kills("checkpoint_of_many_tiny_shards")
 def test_many_workers_write_few_shards(tmp_path):
     values = np.arange(100, dtype="uint8")

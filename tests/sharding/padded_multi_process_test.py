@@ -148,6 +148,7 @@ def load_plain(file: str) -> list[np.ndarray]:
     return [values, state_of(model)]
 
 
+@pytest.mark.kills("saved_parts_with_padding")
 @pytest.mark.in_turn(4)
 def test_files_have_no_padding_and_any_number_of_workers_reads_them(pools: Pools, tmp_path: Path) -> None:
     for i, (place, other) in enumerate(zip(PLACES, [*PLACES[1:], PLACES[0]], strict=True)):

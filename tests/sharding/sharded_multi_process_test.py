@@ -97,7 +97,7 @@ def test_a_step_on_jax_holds_few_whole_variables_at_once(pools: Pools) -> None:
     assert 6 <= fully <= mirrored / 2
 
 
-@pytest.mark.kills("divided_files_of_the_chief_alone")
+@pytest.mark.kills("divided_files_of_the_chief_alone", "sharded_variable_read_in_stored_order")
 @pytest.mark.in_turn(4)
 def test_files_of_divided_variables_are_read_by_all(pools: Pools, tmp_path: Path) -> None:
     places = [

@@ -35,7 +35,7 @@ from kdist.backends.workers import Workers
 from kdist.communication.shared_memory import SharedMemory
 from kdist.control.joining import closed_error
 from kdist.errors import DatasetError
-from kdist.topology import Topology
+from kdist.topology import LocalParts, Topology
 
 if TYPE_CHECKING:
     from typing import TypeGuard
@@ -88,6 +88,7 @@ class JaxCore(Runtime):
         if self.is_single:
             self.replicated = SingleDeviceSharding(self.holder)
         self.by_rows = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
+        self.by_rows_of_steps = NamedSharding(self.mesh, PartitionSpec(None, self.mesh.axis_names))
         self.by_batch = NamedSharding(self.mesh, PartitionSpec(batch_axis))
         local_mesh = Mesh(np.array(self.local_devices), (BATCH_AXIS,))
         self._local_replicated = NamedSharding(local_mesh, PartitionSpec())
@@ -313,6 +314,10 @@ class JaxCore(Runtime):
     def kept_whole(self, variables: Sequence[keras.Variable]) -> AbstractContextManager[object]:
         """Returns a context that keeps the gathered variables in host memory."""
         return storage.kept_whole(self, variables)
+
+    def local_parts(self, variable: keras.Variable) -> LocalParts | None:
+        """Returns this worker's parts of a variable; `None` if not exactly one axis is sharded over workers."""
+        return storage.local_parts(variable)
 
     def local_values(self, variable: keras.Variable) -> Sequence[jax.Array | np.ndarray]:
         """Returns a list that contains the whole value of a variable."""

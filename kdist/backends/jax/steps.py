@@ -16,7 +16,6 @@ import jax
 import keras
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding, PartitionSpec
 
 from kdist import keras_hooks, tracing
 from kdist.arrays.gathering import gather_rows
@@ -342,8 +341,8 @@ def _state_variables(model: keras.Model, kind: str) -> list[Sequence[keras.Varia
 
 def _stacked(runtime: JaxCore, batches: Sequence[ReplicaBatches]) -> Structure:
     """Returns arrays over the mesh with the rows of several global batches, which have equal shapes and splits."""
-    is_whole, num_rows = have_all_rows(batches[0].split), batches[0].split[-1][1]
-    spec = PartitionSpec() if is_whole else PartitionSpec(None, runtime.mesh.axis_names)
+    num_rows = batches[0].split[-1][1]
+    sharding = runtime.replicated if have_all_rows(batches[0].split) else runtime.by_rows_of_steps
     everyone = zip(*(batch.parts for batch in batches), strict=True)
     columns = [[jax.tree.leaves(part) for part in parts] for parts in everyone]  # without `None`
     stacked = []
@@ -356,7 +355,7 @@ def _stacked(runtime: JaxCore, batches: Sequence[ReplicaBatches]) -> Structure:
     if not runtime.is_single:
         joined = [
             jax.make_array_from_single_device_arrays(
-                (len(batches), num_rows, *each[0].shape[2:]), NamedSharding(runtime.mesh, spec), list(each)
+                (len(batches), num_rows, *each[0].shape[2:]), sharding, list(each)
             )
             for each in zip(*stacked, strict=True)
         ]

@@ -11,8 +11,10 @@ can split any axis inside a program. Code that reads or assigns the variable see
 
 from __future__ import annotations
 
+import collections
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -24,7 +26,7 @@ from kdist import keras_hooks
 from kdist.backends.aggregation import is_on_read
 from kdist.backends.messages import wait_to_read
 from kdist.backends.variable_table import VariableTable
-from kdist.topology import Sharded
+from kdist.topology import LocalParts, Sharded
 
 if TYPE_CHECKING:
     from kdist.backends.contract import Runtime
@@ -241,3 +243,75 @@ def kept_whole(runtime: Runtime, variables: Sequence[keras.Variable]) -> Iterato
     finally:
         for variable in divided:
             _kept.pop(variable)
+
+
+def local_parts(variable: keras.Variable) -> LocalParts | None:
+    """Returns this worker's parts of a variable; `None` if not exactly one axis is sharded over workers."""
+    found = _sharded_axis(variable) if is_over_workers(variable) else None
+    stored_as = keras.backend.standardize_dtype(keras_hooks.native_value(variable).dtype)
+    if found is None or stored_as != variable.dtype:  # JAX may store float64 as float32
+        return None
+    axis, size, copies = found
+    place, parts, to_save = _place(variable), {}, []
+    for device, number, copy in _on_devices(place.sharding, place.shape, axis, size):
+        part = number * size, min((number + 1) * size, variable.shape[axis])
+        if part[0] >= part[1]:
+            continue
+        parts[part] = functools.partial(_on_host, variable, device, axis, part[1] - part[0])
+        if copy == number % copies:  # the devices that hold copies of a part take turns
+            to_save.append(part)
+    return LocalParts(axis, parts, tuple(to_save), functools.partial(_assign_parts, variable))
+
+
+@functools.lru_cache(maxsize=4096)
+def _on_devices(
+    sharding: NamedSharding, shape: tuple[int, ...], axis: int, size: int
+) -> list[tuple[jax.Device, int, int]]:
+    """Returns this worker's devices, with the number of the part that each holds, and the number of its copy."""
+    found = []
+    taken: collections.Counter[int] = collections.Counter()
+    for device, index in sharding.devices_indices_map(shape).items():
+        number = (index[axis].start or 0) // size
+        if device.process_index == jax.process_index():
+            found.append((device, number, taken[number]))
+        taken[number] += 1
+    return found
+
+
+def _on_host(variable: keras.Variable, device: jax.Device, axis: int, length: int) -> np.ndarray:
+    """Returns a device's part of a variable, without padding."""
+    # Not found earlier, because a reference to the part would keep its memory while a restore assigns another value.
+    shards = keras_hooks.native_value(variable).addressable_shards
+    array = next(np.asarray(shard.data) for shard in shards if shard.device == device)
+    return array[(*[slice(None)] * axis, slice(length))]
+
+
+def _assign_parts(variable: keras.Variable, parts: Mapping[tuple[int, int], np.ndarray]) -> None:
+    place, found = _place(variable), _sharded_axis(variable)
+    assert found is not None
+    axis, size, _ = found
+
+    def padded(index: tuple[slice, ...]) -> np.ndarray:
+        shape = list(variable.shape)
+        shape[axis] = size
+        result = np.zeros(shape, variable.dtype)
+        start = index[axis].start or 0
+        part = start, min(start + size, variable.shape[axis])
+        if part in parts:  # otherwise, it consists of padding
+            result[(*[slice(None)] * axis, slice(part[1] - part[0]))] = parts[part]
+        return result
+
+    value = jax.make_array_from_callback(place.shape, place.sharding, padded)
+    keras_hooks.set_native_value(variable, value)
+
+
+def _sharded_axis(variable: keras.Variable) -> tuple[int, int, int] | None:
+    """Returns the only sharded axis, the length of a part with padding, and the number of copies of each part."""
+    place = _place(variable)
+    lengths = dict(place.sharding.mesh.shape)
+    split = {axis: lengths[name] for axis, name in enumerate(place.sharding.spec) if name is not None}
+    split = {axis: number for axis, number in split.items() if number > 1}
+    if len(split) != 1:
+        return None
+    ((axis, number),) = split.items()
+    return axis, place.shape[axis] // number, place.sharding.mesh.size // number

@@ -12,13 +12,14 @@ import torch
 from kdist import keras_hooks
 from kdist.backends.contract import Runtime
 from kdist.backends.threads import ReplicaThreads
+from kdist.backends.torch import storage
 from kdist.backends.torch.components import Components
 from kdist.backends.torch.copies import VariableCopies
 from kdist.backends.torch.devices import keras_device, torch_device
 from kdist.backends.torch.divided import Divided
 from kdist.backends.torch.storage import Storage, in_parts
 from kdist.backends.torch.workers import Workers
-from kdist.topology import Topology
+from kdist.topology import LocalParts, Topology
 
 
 class TorchCore(Runtime):
@@ -90,3 +91,8 @@ class TorchCore(Runtime):
     def kept_whole(self, variables: Sequence[keras.Variable]) -> AbstractContextManager[object]:
         """A context manager in which one worker can read whole variables. All workers must enter it."""
         return contextlib.nullcontext() if self.storage is None else self.storage.kept_whole(variables)
+
+    def local_parts(self, variable: keras.Variable) -> LocalParts | None:
+        """Returns this worker's part of a variable; `None` if not exactly one axis is sharded over workers."""
+        parameter = keras_hooks.native_value(variable)
+        return storage.local_parts(parameter) if isinstance(parameter, Divided) else None

@@ -109,11 +109,17 @@ class Divided(torch.Tensor):
 
     def write(self, whole: torch.Tensor) -> None:
         """Writes this worker's part of a new value into its shard."""
-        self.version += 1
-        self.kept_in.pending.pop(id(self), None)
         with torch.no_grad():
             value = whole.detach().broadcast_to(self.shape)
-            self.to_local().copy_(self.kept_in.part_of(value, self.shards.placements))
+            self.write_local(self.kept_in.part_of(value, self.shards.placements))
+
+    def write_local(self, part: torch.Tensor | None) -> None:
+        """Writes a new value into this worker's shard; `None` if the shard is empty."""
+        self.version += 1
+        self.kept_in.pending.pop(id(self), None)
+        if part is not None:
+            with torch.no_grad():
+                self.to_local().copy_(part)
 
     @classmethod
     def __torch_function__(

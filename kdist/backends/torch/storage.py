@@ -8,25 +8,25 @@ a lost worker.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
 
 import keras
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, init_device_mesh
 
 from kdist import keras_hooks
+from kdist.arrays.rows import torch_to_numpy
 from kdist.backends.aggregation import is_on_read
 from kdist.backends.messages import wait_to_read
 from kdist.backends.torch.divided import Divided
 from kdist.backends.torch.workers import JoinedWorkers
 from kdist.errors import StrategyScopeError
-from kdist.topology import Sharded
-
-if TYPE_CHECKING:
-    pass
+from kdist.topology import LocalParts, Sharded
 
 _MOST_BYTES = 64 << 20
 
@@ -149,6 +149,30 @@ class Storage:
         finally:
             for parameter in parameters:
                 parameter.kept = None
+
+
+def local_parts(parameter: Divided) -> LocalParts | None:
+    """Returns this worker's part of a parameter; `None` if more than one axis is sharded."""
+    places, mesh = parameter.shards.placements, parameter.shards.device_mesh
+    split = [axis for axis, place in enumerate(places) if isinstance(place, Shard)]
+    if len(split) != 1:
+        return None
+    (axis,) = split
+    dim, number, rank = places[axis].dim, mesh.size(axis), mesh.get_local_rank(axis)
+    copy = 0  # the number of this copy of the part; the workers that hold copies of the parts take turns
+    for other, size in enumerate(mesh.shape):
+        copy = copy if other == axis else copy * size + mesh.get_local_rank(other)
+    local = parameter.to_local()
+    start = rank * -(-parameter.shape[dim] // number)
+    part = (start, start + local.shape[dim])
+    parts = {part: functools.partial(torch_to_numpy, local)} if local.shape[dim] else {}
+    to_save = tuple(parts) if copy == rank % (mesh.size() // number) else ()
+    return LocalParts(dim, parts, to_save, functools.partial(_assign_parts, parameter))
+
+
+def _assign_parts(parameter: Divided, parts: Mapping[tuple[int, int], np.ndarray]) -> None:
+    part = next(iter(parts.values()), None)
+    parameter.write_local(None if part is None else keras.ops.convert_to_tensor(np.ascontiguousarray(part)))
 
 
 def _padded(part: torch.Tensor, dim: int, length: int) -> torch.Tensor:
