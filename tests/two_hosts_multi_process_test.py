@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -131,7 +132,7 @@ import numpy as np
 class Note(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if batch == 20:
-            print(f"TRAINS {os.environ['RANK']} ", flush=True)
+            print(f"TRAINS {os.environ['RANK']} PID {os.getpid()} ", flush=True)
 
 strategy = kdist.MultiWorkerMirroredStrategy()
 with strategy.scope():
@@ -159,6 +160,23 @@ def test_a_partition_ends_both_sides(backend, hosts, tmp_path):
             script.stderr()
         )
     assert seconds < HEARTBEAT + SLACK
+
+
+@pytest.mark.kills("stopped_worker_of_several_machines_lives")
+@pytest.mark.full
+@each_backend_in_twelve_turns
+def test_a_stopped_worker_on_another_host_ends_the_job_in_seconds(backend, hosts, tmp_path):
+    with job(hosts, backend, 1, tmp_path, ENDLESS, IPV4) as started:
+        for index, script in enumerate(started):
+            script.wait_for(f"TRAINS {index} ")
+        os.kill(int(started[1].stdout().partition(" PID ")[2].split()[0]), signal.SIGSTOP)
+        start = time.monotonic()
+        codes = [script.wait() for script in started]
+        seconds = time.monotonic() - start
+    print(f"{backend}: {seconds:.1f} s")
+    assert "was stopped by a signal such as SIGSTOP" in started[1].stderr(), started[1].stderr()
+    assert f"The job lost worker 1 ({NETWORK}.2:5000)" in started[0].stderr(), started[0].stderr()
+    assert 0 not in codes and seconds < SLACK  # the heartbeat timeout is 15 s
 
 
 ONE_END = """

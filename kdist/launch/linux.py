@@ -38,8 +38,10 @@ def process_table() -> dict[int, tuple[int, str]]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Returns whether a process is stopped by a signal such as SIGSTOP."""
-    return process_table().get(pid, (0, ""))[1] in ("T", "t")
+    """Returns whether a process is stopped by a signal such as SIGSTOP, and not by a debugger."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()[:1] == [b"T"]
+    return False
 
 
 def descendants(roots: Iterable[int]) -> set[int]:

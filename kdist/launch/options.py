@@ -223,8 +223,7 @@ def _add_failures(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--heartbeat-timeout",
         metavar="SECONDS",
-        help="report a dead or stopped worker within SECONDS; on PyTorch, a stopped worker on another machine within "
-        "4 times SECONDS (default: 15)",
+        help="report a dead or stopped worker within SECONDS (default: 15)",
     )
     group.add_argument(
         "--hang-timeout",

@@ -37,7 +37,7 @@ def first_failure(
         workers: All workers. A live worker can be stopped by a signal.
     """
     own_fault = [worker for worker in failures if -(worker.exit_code or 0) in _OWN_FAULT]
-    frozen = [worker for worker in workers if worker.alive and is_stopped(worker.pid)]
+    frozen = [worker for worker in workers if worker.frozen or (worker.alive and is_stopped(worker.pid))]
     first = (own_fault or frozen or [min(reasons(failures) or failures, key=_failed_at)])[0]
     first.frozen = first in frozen
     gone = {id(worker) for worker in (*own_fault, *frozen)}

@@ -37,6 +37,9 @@ _LONGEST_WINDOW = 0.6  # if the worker that failed first is still exiting
 _TERM_TO_KILL = 0.3  # with the window, this terminates a failed job within a second
 _PAUSE = 0.5  # seconds before the restart of a task, because the whole job may be ending
 _LAST_WORDS = 5.0  # seconds for the chief to exit after the loss of a server
+# The interval, as a share of the heartbeat timeout, at which the launcher looks for stopped workers.
+_LOOK = 0.05
+_LOOKS = 3  # a worker that is stopped so often in a row is killed
 _FOREVER = float("inf")
 
 
@@ -72,6 +75,8 @@ class Supervisor:
         self._outcome = Outcome()
         self._failures: list[WorkerProcess] = []
         self._judge_at = self._kill_at = self._deadline = self._discard_at = _FOREVER
+        is_only_machine = self.plan.num_workers <= len(self.workers)
+        self._look_at = _FOREVER if is_only_machine else 0.0
         self._ending = False
         self._due: list[tuple[float, Callable[[], None]]] = []  # delayed actions
         self._evaluator_lost: WorkerProcess | None = None
@@ -103,7 +108,9 @@ class Supervisor:
 
     def _patience(self) -> float | None:
         """Returns the maximum number of seconds to wait for an event; `None` for no limit."""
-        until = min(self._judge_at, self._kill_at, self._deadline, *(when for when, _ in self._due))
+        until = min(
+            self._judge_at, self._kill_at, self._deadline, self._look_at, *(when for when, _ in self._due)
+        )
         if any(worker.alive and worker.pidfd is None for worker in self.workers):
             until = min(until, time.monotonic() + 0.02)
         if any(line.waits() for worker in self.workers for line in worker.lines()):
@@ -137,6 +144,10 @@ class Supervisor:
     def _act(self) -> None:
         """Handles timeouts and failures that are due."""
         now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + _LOOK * timeouts.heartbeat_timeout()
+            for worker in self.workers:
+                worker.kill_if_stopped(_LOOKS)
         if now >= self._deadline:
             self._deadline = _FOREVER
             self._outcome.unfinished = [worker for worker in self.workers if worker.alive]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -48,6 +49,7 @@ class WorkerProcess:
         self.exit_code: int | None = None
         self.exited_at = 0.0
         self.frozen = False  # stopped by a signal (SIGSTOP), and therefore killed
+        self.times_stopped = 0  # in a row, when the launcher looked
         self.starting = False  # about to restart
         self.dismissed = False  # may exit now
         self.restarts = self.counted_restarts = 0
@@ -106,6 +108,14 @@ class WorkerProcess:
         if self.alive:
             linux.send(self.pid, signum, group=True)
 
+    def kill_if_stopped(self, times: int) -> None:
+        """Kills a process that a signal has stopped at this and the last calls. Other machines only notice its end."""
+        is_frozen = self.alive and linux.is_stopped(self.pid)
+        self.times_stopped = self.times_stopped + 1 if is_frozen else 0
+        if self.times_stopped == times:
+            self.frozen = True
+            self.send(signal.SIGKILL)
+
     def restart(self, told: Mapping[str, str]) -> None:
         """Restarts the process after its exit, with additional variables. Appends to its log file."""
         self.close()
@@ -113,6 +123,7 @@ class WorkerProcess:
         environ = {**self.plan.environ, **told, timeouts.RESTART_VARIABLE: str(self.restarts)}
         self.plan = dataclasses.replace(self.plan, environ=environ)
         self.exit_code, self.tail, self.append = None, Tail(), True
+        self.frozen, self.times_stopped = False, 0
         self.start()
 
     def _open_stdout(self, eager: bool) -> tuple[int, int]:

@@ -67,8 +67,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "KDIST_HANG_TIMEOUT": "seconds until a worker that [hangs](../resuming.md#hung-workers) "
         "is terminated (default: 600)",
         "KDIST_HEARTBEAT_TIMEOUT": "seconds within which a dead or stopped worker is "
-        "[reported](../resuming.md#failure-detection); 4 times as long for a stopped worker on another machine on "
-        "PyTorch (default: 15)",
+        "[reported](../resuming.md#failure-detection); 4 times as long for a stopped worker on another machine "
+        "without `kdist run` (default: 15)",
         "KDIST_INJECT": "faults to inject; set by [`kdist run --inject`](../resuming.md#test-fault-tolerance)",
         "KDIST_JOB_ID": "ID of the job; the launcher sets it to find processes that a worker left behind",
         "KDIST_JOIN_TIMEOUT": "seconds to wait for all workers at startup (default: 300)",
