@@ -123,7 +123,7 @@ def _exchange(runtime: Runtime, value: object) -> list[Any]:
         return InvalidArgumentError(f"Worker {index} cannot send its value.", hint=hint)
 
     with runtime.engine_errors():
-        message, _ = call_on_all(runtime, lambda: _encoded(value), failed)
+        message, _ = call_on_all(runtime, lambda: _encoded(value), failed, subject="an exchange of values")
         return [decode(data) for data in runtime.group.all_gather_bytes(message)]
 
 

@@ -217,6 +217,11 @@ def mismatch(case):
     return "no error", "", time.monotonic() - starts[-1]
 
 
+def another_model():
+    with strategy().scope():
+        network(9, 1)
+
+
 def differ(case, me, starts):
     with strategy().scope():
         model = network(4 + me * (case == "units"), 1, inputs=3 + me * (case == "columns"))
@@ -245,6 +250,9 @@ def differ(case, me, starts):
         "predict": lambda: model.predict(make_data(rows=12 + 4 * me)[0], verbose=0),
         "train_on_batch": lambda: model.train_on_batch(*make_data(rows=6 + me)),
         "predict_on_batch": lambda: model.predict_on_batch(make_data(rows=6 + me)[0]),
+        "evaluate or predict": lambda: model.predict(x, verbose=0) if me else model.evaluate(x, y, verbose=0),
+        "evaluate or fit": lambda: model.fit(x, y, verbose=0) if me else model.evaluate(x, y, verbose=0),
+        "fit or scope": lambda: another_model() if me else model.fit(x, y, verbose=0),
     }
     dataset(4)  # imports TensorFlow
     starts.append(time.monotonic())  # a busy machine needs some seconds to get here
@@ -270,10 +278,15 @@ MISMATCHES = {
     "predict": "number of rows",
     "train_on_batch": "shapes",
     "predict_on_batch": "shapes",
+    "evaluate or predict": "do not call the same methods",
+    "evaluate or fit": "do not call the same methods",
+    "fit or scope": "do not call the same methods",
 }
 
 
-@pytest.mark.kills(mismatch_of_workers_ignored="[epochs-torch]")
+@pytest.mark.kills(
+    mismatch_of_workers_ignored="[epochs-torch]", other_methods_of_workers_ignored="[fit or scope-torch]"
+)
 @each_backend
 @pytest.mark.parametrize("case", MISMATCHES)
 def test_workers_that_differ(backend, case):
@@ -283,6 +296,32 @@ def test_workers_that_differ(backend, case):
         assert "worker 0" in message.lower() and "worker 1" in message and MISMATCHES[case] in message
         assert seconds < PROMISED
     assert results[0][1] == results[1][1]
+
+
+def other_lines():
+    """Evaluates the model on the workers at different lines of this file; returns what kdist logs."""
+    import logging
+
+    logged = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    with strategy().scope():
+        model = network(4, 1)
+    logging.getLogger("kdist").addHandler(handler)
+    for _ in range(2):
+        if strategy().runtime.worker_index:
+            model.evaluate(*make_data(12), verbose=0)
+        else:
+            model.evaluate(*make_data(12), verbose=0)
+    logging.getLogger("kdist").removeHandler(handler)
+    return logged
+
+
+@pytest.mark.kills("other_lines_of_workers_not_warned_about")
+def test_workers_that_call_a_method_at_different_lines_are_warned_once():
+    (warning,), others = run("jax", 2, other_lines, timeout=60)
+    assert "worker 0 and worker 1 call a method at different lines" in warning
+    assert others == []
 
 
 def columns_of_the_data():

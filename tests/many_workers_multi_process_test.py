@@ -82,7 +82,8 @@ def test_many_workers_train_as_one_device(backend, workers, tmp_path):
         pool.close()
     assert len(results) == workers
     for numbers, shards in results:
-        assert shards == [f"shard-{i:05d}-of-{workers:05d}.safetensors" for i in range(workers)]
+        number = min(workers, 8)  # of shards, because the model is small
+        assert shards == [f"shard-{i:05d}-of-{number:05d}.safetensors" for i in range(number)]
         assert_close(numbers, expected)
     assert len(set(messages)) == 1
     assert f"worker {workers - 2}" in messages[0] and str(ROWS - 1) in messages[0], messages[0]

@@ -6,15 +6,12 @@ worker first sends the name of the collective, its shapes, and the line of the u
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from kdist.backends.contract import Runtime
-from kdist.backends.messages import gather
+from kdist.backends.messages import call_site, gather
 from kdist.cluster import environment, logs
 from kdist.errors import WorkerMismatchError, WorkerTimeoutError
 
@@ -22,8 +19,6 @@ if TYPE_CHECKING:
     from kdist.arrays.types import Tensor
 
 END = "the end of the function"
-_PACKAGE = str(Path(__file__).resolve().parents[1])
-_LIBRARIES = ("site-packages", "dist-packages", "<frozen", "/lib/python")
 
 
 def is_on() -> bool:
@@ -63,17 +58,6 @@ def signature(tensors: Sequence[Tensor]) -> list[list[Any]]:
     import keras
 
     return [[keras.backend.standardize_dtype(t.dtype), [n and int(n) for n in t.shape]] for t in tensors]
-
-
-def call_site() -> str:
-    """Returns the current line of the user's code: the innermost line outside of kdist and of libraries."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_PACKAGE) and not any(part in name for part in _LIBRARIES):
-            return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
-    return "a line outside of your code"
 
 
 def _describe(said: dict[str, object]) -> str:

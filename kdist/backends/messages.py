@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from kdist.backends.contract import Runtime
+from kdist.cluster import logs
 from kdist.errors import DatasetError, KdistError, WorkerLostError, WorkerMismatchError, WorkerTimeoutError
 
 if TYPE_CHECKING:
@@ -14,6 +20,8 @@ if TYPE_CHECKING:
 
     from kdist.arrays.types import T
 
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_LIBRARIES = ("site-packages", "dist-packages", "<frozen", "/lib/python")
 _NOBODY_ANSWERS = (WorkerLostError, WorkerTimeoutError)
 
 
@@ -22,6 +30,39 @@ def gather(runtime: Runtime, value: T, timeout: float | None = None) -> list[T]:
     if runtime.num_workers == 1:
         return [value]
     return [json.loads(data) for data in runtime.group.all_gather_bytes(json.dumps(value).encode(), timeout)]
+
+
+def call_site() -> str:
+    """Returns the current line of the user's code: the innermost line outside of kdist and of libraries."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_PACKAGE) and not any(part in name for part in _LIBRARIES):
+            return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "a line outside of your code"
+
+
+def _exchange(
+    runtime: Runtime, subject: str, message: Mapping[str, object], timeout: float | None = None
+) -> list[Any]:
+    """Gathers the messages of all workers. Raises an error on all workers if they are about different subjects."""
+    everyone = gather(runtime, {"subject": subject, "site": call_site(), **message}, timeout)
+    _check_subjects(everyone)
+    return everyone
+
+
+def _check_subjects(everyone: Sequence[Any]) -> None:
+    said = [message if isinstance(message, dict) else {} for message in everyone]
+    for index, theirs in enumerate(said[1:], start=1):
+        if theirs.get("subject") != said[0].get("subject"):
+            both = [f"{each.get('subject', 'other')}, at {each.get('site')}" for each in (said[0], theirs)]
+            raise WorkerMismatchError(
+                f"Worker 0 and worker {index} do not call the same methods.",
+                received={"worker_0": both[0], f"worker_{index}": both[1]},
+                hint="Call `fit`, `evaluate`, `predict`, `scope` and the methods of strategies on every worker, in the "
+                "same order: not only `if strategy.cluster_resolver.task_id == 0:`.",
+            )
 
 
 def check_equal(
@@ -51,7 +92,7 @@ def check_equal(
     if runtime.num_workers == 1:
         return [note]
     # JSON converts tuples to lists, so compare the facts of all workers after the conversion.
-    messages = gather(runtime, {"facts": dict(facts), "note": note}, timeout)
+    messages = _exchange(runtime, what, {"facts": dict(facts), "note": note}, timeout)
     everyone = [message["facts"] for message in messages]
     for name in dict.fromkeys(
         name for worker in everyone for name in worker
@@ -65,7 +106,28 @@ def check_equal(
                     received={"worker_0": mine, f"worker_{index}": theirs},
                     hint=hint,
                 )
+    _compare_lines(runtime, [message["site"] for message in messages])
     return [message["note"] for message in messages]
+
+
+@functools.cache  # once per pair of lines
+def _warn_of_other_lines(index: int, first: str, other: str) -> None:
+    logs.logger.warning(
+        "worker 0 and worker %d call a method at different lines: %s and %s. If the lines belong to different calls, "
+        "the results are wrong.\nTo avoid this, call methods on every worker in the same order.",
+        index,
+        first,
+        other,
+    )
+
+
+def _compare_lines(runtime: Runtime, sites: Sequence[str]) -> None:
+    # Directories can differ between machines. Scripts can also differ between the chief and the other workers.
+    lines = [os.path.basename(site) for site in sites]
+    files = [line.partition(":")[0] for line in lines]
+    index = next((i for i, line in enumerate(lines) if line != lines[0] and files[i] == files[0]), None)
+    if index is not None and runtime.worker_index == 0:
+        _warn_of_other_lines(index, sites[0], sites[index])
 
 
 def wait_to_read(runtime: Runtime, variables: Sequence[keras.Variable]) -> None:
@@ -80,10 +142,7 @@ def wait_to_read(runtime: Runtime, variables: Sequence[keras.Variable]) -> None:
     """
     reads = [[list(v.shape), str(v.dtype)] for v in variables]
     what = f"reads sharded variables, starting with {variables[0].path!r}"
-    # A worker that waits for another message (`call_on_all`) handles this one as a failure.
-    everyone: list[Any] = gather(
-        runtime, {"error": f"it {what}, and the others do not.", "facts": {"reading": reads}, "note": None}
-    )
+    everyone: list[Any] = gather(runtime, {"subject": what, "site": call_site(), "facts": {"reading": reads}})
     for index, theirs in enumerate(everyone):
         if not isinstance(theirs, dict) or (theirs.get("facts") or {}).get("reading") != reads:
             raise WorkerMismatchError(
@@ -108,11 +167,13 @@ def call_on_all(
     function: Callable[[], T],
     failed: Callable[[int, str], Exception],
     note: Callable[[], Any] = lambda: None,
+    subject: str = "a function",
 ) -> tuple[T, list[Any]]:
     """Calls a function on every worker, waits for all, and raises on all workers if it fails on one.
 
     The worker where the function failed raises the original error. The others raise the result of `failed`,
-    called with the index of that worker and its error message. Without a `runtime`, there are no others.
+    called with the index of that worker and its error message. Without a `runtime`, there are no others. Workers that
+    call it for another `subject` cause an error.
 
     Returns:
         The result of the function on this worker, and each worker's JSON value from `note`, called last.
@@ -132,7 +193,7 @@ def call_on_all(
         text = str(error) if isinstance(error, KdistError) else f"{type(error).__name__}: {error}"
     said = {"error": text, "note": None if error else note()}
     try:
-        everyone = [said] if runtime is None else gather(runtime, said)
+        everyone = [said] if runtime is None else _exchange(runtime, subject, said)
     except Exception:
         if error is not None:
             raise error from None
@@ -155,4 +216,4 @@ def read_on_all(runtime: Runtime, what: str, function: Callable[[], T]) -> T:
         hint = "" if "Received:" in text else f"Read the traceback of worker {index}."
         return DatasetError(f"{what} failed on worker {index}: {text}", hint=hint)
 
-    return call_on_all(runtime, function, failed)[0]
+    return call_on_all(runtime, function, failed, subject=what)[0]

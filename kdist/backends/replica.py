@@ -24,7 +24,7 @@ import keras
 
 from kdist.arrays.splitting import have_all_rows
 from kdist.arrays.structures import joined
-from kdist.backends import debugging, low_rank
+from kdist.backends import debugging, low_rank, messages
 from kdist.context import ReplicaContext, StrategyLike, cross_replica
 from kdist.values import ReduceOp, component
 
@@ -109,7 +109,7 @@ class Replica(ReplicaContext):
         The workers compare the collectives after the function was traced, or immediately if it is not traced.
         """
         if debugging.is_on():
-            self.log.append((collective, debugging.signature(tensors), debugging.call_site()))
+            self.log.append((collective, debugging.signature(tensors), messages.call_site()))
 
     def reduce_tensor(self, op: ReduceOp, tensor: TensorT) -> TensorT:
         """Reduces one tensor over all replicas, differentiably if it is floating-point."""

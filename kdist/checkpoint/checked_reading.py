@@ -35,14 +35,20 @@ def read_index(path: str | os.PathLike[str]) -> Index:
     try:
         data = _read(path)
     except (FileNotFoundError, NotADirectoryError) as error:
+        exists = storage.of(path).exists(path)
         raise CheckpointNotFoundError(
             "The path is not a complete checkpoint: it contains no index.json."
-            if storage.of(path).exists(path)
+            if exists
             else "The checkpoint does not exist.",
             received={"path": path},
             hint=_instead(path)
-            or "If the path is a directory of checkpoints, restore the newest: "
-            f"checkpoint.restore(kdist.latest_checkpoint({path!r}))",
+            or (
+                "If the path is a directory of checkpoints, restore the newest: "
+                f"checkpoint.restore(kdist.latest_checkpoint({path!r}))"
+                if exists
+                else "Check the path. `BackupAndRestore` deletes its backup when training ends. To keep it, pass "
+                "delete_checkpoint=False."
+            ),
         ) from error
     except OSError as error:
         raise _unreadable(file, error) from error

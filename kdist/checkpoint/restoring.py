@@ -254,7 +254,9 @@ def _on_all(runtime: Runtime | None, path: str, function: Callable[[], _Result])
             hint="" if "Received:" in text else f"Read the traceback in the log of worker {index}.",
         )
 
-    result, damages = call_on_all(runtime, read, failed, lambda: str(damage[0]) if damage else None)
+    result, damages = call_on_all(
+        runtime, read, failed, lambda: str(damage[0]) if damage else None, "restored checkpoint"
+    )
     if damage:
         raise damage[0]
     for index, text in enumerate(damages):

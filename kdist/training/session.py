@@ -169,6 +169,7 @@ class Session:
                 "initial epoch": keras_hooks.initial_epoch(model),
                 "loaded": self.has_loaded,
             },
+            "callbacks",
         )
         model.stop_training = any(theirs["stop"] for theirs in said)
         keras_hooks.set_initial_epoch(model, said[0]["initial epoch"])
