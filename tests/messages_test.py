@@ -29,8 +29,9 @@ class TwoWorkers:
         raise AssertionError("to the engine, a refused connection of the user's looks like a lost worker")
 
     def all_gather_bytes(self, data, timeout=None):
-        self.said.append(json.loads(data))
-        return [data, json.dumps({"error": self.theirs, "note": "theirs"}).encode()]
+        message = json.loads(data)
+        self.said.append(message)
+        return [data, json.dumps({**message, "error": self.theirs, "note": "theirs"}).encode()]
 
 
 def failed(index, text):
@@ -67,7 +68,9 @@ def test_the_own_failure_is_told(error, told):
     with pytest.raises(type(error)) as caught:
         call_on_all(runtime, fail_with(error), failed)
     assert caught.value is error
-    assert runtime.said == [{"error": told, "note": None}]
+    (said,) = runtime.said
+    assert (said["error"], said["note"]) == (told, None)
+    assert "messages_test.py" in said["site"]
 
 
 @pytest.mark.parametrize("runtime", [TwoWorkers(), TwoWorkers(lost=[1])])

@@ -53,10 +53,15 @@ def _exchange(
 
 
 def _check_subjects(everyone: Sequence[Any]) -> None:
-    said = [message if isinstance(message, dict) else {} for message in everyone]
+    said = [message if isinstance(message, dict) and "subject" in message else {} for message in everyone]
     for index, theirs in enumerate(said[1:], start=1):
         if theirs.get("subject") != said[0].get("subject"):
-            both = [f"{each.get('subject', 'other')}, at {each.get('site')}" for each in (said[0], theirs)]
+            both = [
+                f"{each['subject']}, at {each['site']}"
+                if each
+                else "another message, such as of a training step"
+                for each in (said[0], theirs)
+            ]
             raise WorkerMismatchError(
                 f"Worker 0 and worker {index} do not call the same methods.",
                 received={"worker_0": both[0], f"worker_{index}": both[1]},

@@ -81,7 +81,7 @@ def target(options: argparse.Namespace, example: str) -> list[str]:
             received={"script": rest[0] if rest else None},
             hint=f"Pass a script after the options of kdist, for example: {example}",
         )
-    if rest[1:2] in (["-n"], ["--num-workers"]):
+    if is_auto(options.num_workers) and rest[1:2] in (["-n"], ["--num-workers"]):
         logs.logger.warning(
             "the script gets the options after its name: %s\nIf they are for kdist, write: kdist run %s %s",
             *(" ".join(rest[1:]), " ".join(rest[1:3]), rest[0]),

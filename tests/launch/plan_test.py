@@ -360,10 +360,12 @@ def test_whoever_has_lost_another_waits_for_it_to_end(lost, waits, monkeypatch):
     tail = types.SimpleNamespace(traceback_at=None, has_lost_another=lost)
     plan = types.SimpleNamespace(role="worker", helps=False)
     failed = types.SimpleNamespace(
-        alive=False, exit_code=1, exited_at=100.0, tail=tail, plan=plan, collect=lambda: True
+        alive=False, exit_code=1, exited_at=100.0, tail=tail, plan=plan, frozen=False, collect=lambda: True
     )
     other_tail = types.SimpleNamespace(traceback_at=None, has_lost_another=False)
-    leaves = types.SimpleNamespace(alive=True, exit_code=None, pid=0, tail=other_tail, plan=plan)
+    leaves = types.SimpleNamespace(
+        alive=True, exit_code=None, pid=0, tail=other_tail, plan=plan, frozen=False
+    )
     supervisor = Supervisor([failed, leaves], JobPlan("job", 2, []), Sink(io.StringIO()))
     monkeypatch.setattr(supervisor, "_signal_all", lambda signum: None)
     monkeypatch.setattr(supervisor, "_kill_everything", lambda: None)

@@ -29,8 +29,9 @@ from kdist.control.joining import OpenChannel
 from kdist.errors import StrategyScopeError
 
 # kdist's channel detects lost workers. After this share of the timeout without a heartbeat, JAX terminates a worker
-# from C++ without naming another one, so this must be longer than all times of the channel.
-_SILENCE = 5.0
+# from C++ without naming another one, so this must be longer than all times of the channel,
+# plus the time that a slow machine needs to print the error and to end.
+_SILENCE = 8.0
 
 
 def open_channel(cluster: Cluster, connect: OpenChannel, devices: Sequence[str]) -> Channel:
