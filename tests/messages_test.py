@@ -7,8 +7,14 @@ import json
 import numpy as np
 import pytest
 
-from kdist.backends.messages import call_on_all
-from kdist.errors import CheckpointError, DatasetError, WorkerLostError, malformed_as
+from kdist.backends.messages import call_on_all, check_equal, of_chief
+from kdist.errors import (
+    CheckpointError,
+    DatasetError,
+    WorkerLostError,
+    WorkerMismatchError,
+    malformed_as,
+)
 
 
 class TwoWorkers:
@@ -79,6 +85,48 @@ def test_whoever_has_lost_a_worker_tells_nobody(runtime):
     with pytest.raises(type(error)):
         call_on_all(runtime, fail_with(error), failed)
     assert runtime.said == []
+
+
+class Recorded:
+    """A fake runtime. The test sets the facts of the other worker, which sends the same kind of message."""
+
+    num_workers = 2
+
+    def __init__(self, worker_index=0, theirs=None):
+        self.worker_index = worker_index
+        self.theirs = theirs
+        self.group = self
+        self.sizes = []
+
+    def all_gather_bytes(self, data, timeout=None):
+        self.sizes.append(len(data))
+        message = json.loads(data)
+        other = message if self.theirs is None else self.theirs
+        if isinstance(message, dict) and "note" in message and self.theirs is not None:
+            other = message | {"facts": "another digest"}
+        return [data, json.dumps(other).encode()]
+
+
+@pytest.mark.kills("long_facts_to_all_workers")
+def test_facts_are_sent_only_if_they_differ():
+    facts = {"variables": [[[i, i], "float32"] for i in range(1000)]}
+    same = Recorded()
+    assert check_equal(same, "model", facts, "hint", note="mine") == ["mine", "mine"]
+    assert len(same.sizes) == 1 and same.sizes[0] < 500
+    other = {"variables": [*facts["variables"][:999], [[7, 999], "float32"]]}
+    with pytest.raises(WorkerMismatchError, match="differ in variables") as caught:
+        check_equal(Recorded(theirs=other), "model", facts, "hint")
+    assert caught.value.received == {"worker_0": 999, "worker_1": 7}
+    with pytest.raises(WorkerMismatchError, match="differ in rows"):
+        check_equal(Recorded(theirs={"batch": 2}), "data", {"batch": 2, "rows": 3}, "hint")
+
+
+@pytest.mark.kills("other_workers_send_unused_values")
+def test_only_the_chief_sends_its_value():
+    assert of_chief(Recorded(), "x" * 1000) == "x" * 1000
+    other = Recorded(worker_index=1)
+    of_chief(other, "x" * 1000)
+    assert other.sizes == [len("null")]
 
 
 @pytest.mark.kills("malformed_dtype_is_a_syntax_error")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import sys
@@ -30,6 +31,13 @@ def gather(runtime: Runtime, value: T, timeout: float | None = None) -> list[T]:
     if runtime.num_workers == 1:
         return [value]
     return [json.loads(data) for data in runtime.group.all_gather_bytes(json.dumps(value).encode(), timeout)]
+
+
+def of_chief(runtime: Runtime, value: T) -> T:
+    """Returns the chief's JSON value on every worker. All must call it."""
+    # The others send nothing, because each worker receives all messages.
+    mine: Any = value if runtime.worker_index == 0 else None
+    return gather(runtime, mine)[0]
 
 
 def call_site() -> str:
@@ -96,12 +104,18 @@ def check_equal(
     """
     if runtime.num_workers == 1:
         return [note]
-    # JSON converts tuples to lists, so compare the facts of all workers after the conversion.
-    messages = _exchange(runtime, what, {"facts": dict(facts), "note": note}, timeout)
-    everyone = [message["facts"] for message in messages]
-    for name in dict.fromkeys(
-        name for worker in everyone for name in worker
-    ):  # some may lack facts of others
+    # Facts can be long, such as the shapes of all variables, and each worker receives the messages of all workers.
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    messages = _exchange(runtime, what, {"facts": digest, "note": note}, timeout)
+    if any(message["facts"] != digest for message in messages):
+        _raise_difference(gather(runtime, facts, timeout), what, hint)
+    _compare_lines(runtime, [message["site"] for message in messages])
+    return [message["note"] for message in messages]
+
+
+def _raise_difference(everyone: Sequence[Mapping[str, object]], what: str, hint: str) -> None:
+    # JSON has converted tuples to lists on all workers. Some workers may lack facts of others.
+    for name in dict.fromkeys(name for worker in everyone for name in worker):
         value = everyone[0].get(name)
         for index, other in enumerate(everyone[1:], start=1):
             if other.get(name) != value:
@@ -111,8 +125,6 @@ def check_equal(
                     received={"worker_0": mine, f"worker_{index}": theirs},
                     hint=hint,
                 )
-    _compare_lines(runtime, [message["site"] for message in messages])
-    return [message["note"] for message in messages]
 
 
 @functools.cache  # once per pair of lines
@@ -147,9 +159,9 @@ def wait_to_read(runtime: Runtime, variables: Sequence[keras.Variable]) -> None:
     """
     reads = [[list(v.shape), str(v.dtype)] for v in variables]
     what = f"reads sharded variables, starting with {variables[0].path!r}"
-    everyone: list[Any] = gather(runtime, {"subject": what, "site": call_site(), "facts": {"reading": reads}})
+    everyone: list[Any] = gather(runtime, {"subject": what, "site": call_site(), "reading": reads})
     for index, theirs in enumerate(everyone):
-        if not isinstance(theirs, dict) or (theirs.get("facts") or {}).get("reading") != reads:
+        if not isinstance(theirs, dict) or theirs.get("reading") != reads:
             raise WorkerMismatchError(
                 f"Worker {runtime.worker_index} {what}, but worker {index} does something else.",
                 received={"variable": variables[0].path, "shape": tuple(variables[0].shape)},

@@ -77,8 +77,8 @@ class ReplicatedSteps(KeepingSteps[KeptInReplicas]):
 
     def of_chief(self, outputs: Structure) -> Structure:
         """Returns the chief's outputs. If all replicas have all rows, outputs of random layers can differ."""
-        arrays = keras.tree.map_structure(keras.ops.convert_to_numpy, outputs)
-        return decode(self.runtime.group.all_gather_bytes(encode(arrays))[0])
+        mine = encode(keras.tree.map_structure(keras.ops.convert_to_numpy, outputs))
+        return decode(self.runtime.group.all_gather_bytes(mine if self.runtime.worker_index == 0 else b"")[0])
 
     def gather(self, results: Sequence[Structure], sizes: Sequence[int]) -> Structure:
         """Gathers the predictions of all replicas, given the local ones and each worker's number of rows."""

@@ -284,9 +284,14 @@ def dtype_name(source: object) -> str:
 def random_state() -> dict[str, object]:
     """Returns the global random states of this process: Python, NumPy, Keras and the backend."""
     seed = keras_hooks.global_seed_generator()
+    version, integers, next_gauss = random.getstate()
     name, words, position, has_gauss, gauss = np.random.get_state()
     return {
-        "python": random.getstate(),
+        "python": (
+            version,
+            np.asarray(integers, np.uint32),
+            next_gauss,
+        ),  # as an array, which is stored as bytes
         "numpy": (name, np.asarray(words), int(position), int(has_gauss), float(gauss)),
         "keras": keras.ops.convert_to_numpy(seed.state),
         "backend": keras.backend.backend(),
@@ -296,7 +301,8 @@ def random_state() -> dict[str, object]:
 
 def set_random_state(state: Mapping[str, Any]) -> None:
     """Restores the state from `random_state`. Skips the backend's state if it comes from another backend."""
-    random.setstate(state["python"])
+    version, integers, next_gauss = state["python"]
+    random.setstate((version, tuple(int(number) for number in integers), next_gauss))
     np.random.set_state(state["numpy"])
     keras_hooks.global_seed_generator().state.assign(state["keras"])
     if state["backend"] == keras.backend.backend():

@@ -110,7 +110,14 @@ def _own_address(cluster: Cluster, host: str, is_beside: bool) -> str:
     known = cluster.addresses[cluster.worker_index]
     if is_beside and known and not (cluster.worker_index == 0 and cluster.coordinator_taken):
         return known
-    return join_address(host, free_ports(1, "127.0.0.1" if is_loopback(host) else "")[0])
+    # The workers of a machine choose at the same time, and the chief may not use its port yet. So workers choose
+    # ports with different remainders, as far as possible.
+    _, of_chief = split_address(cluster.coordinator)
+    for _ in range(min(16 * cluster.num_workers, 200)):
+        (port,) = free_ports(1, "127.0.0.1" if is_loopback(host) else "")
+        if port != of_chief and port % cluster.num_workers == cluster.worker_index:
+            break
+    return join_address(host, port)
 
 
 def _gather(

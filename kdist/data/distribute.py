@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import keras
 
 from kdist.backends.contract import Runtime
-from kdist.backends.messages import check_equal, gather, read_on_all
+from kdist.backends.messages import check_equal, gather, of_chief, read_on_all
 from kdist.data.agreement import open_steps
 from kdist.data.distributed_dataset import DistributedDataset
 from kdist.data.input_context import InputContext, ValueContext
@@ -131,6 +131,6 @@ def _longest(runtime: Runtime, num_steps: int | None, is_unbatched: bool = False
 
 def _share_seed(runtime: Runtime, source: Source) -> None:
     """Sends the chief's seed to all workers, if the order of the dataset depends on a seed."""
-    seed = gather(runtime, getattr(source, "seed", None))[0]
+    seed = of_chief(runtime, getattr(source, "seed", None))
     if seed is not None:
         source.seed = seed  # type: ignore[attr-defined]

@@ -166,7 +166,8 @@ class GlobalBatches:
             return
         backend.seed_shuffling()
         if runtime.num_workers > 1:
-            backend.set_random_state(runtime.group.all_gather_bytes(backend.random_state())[0])
+            mine = backend.random_state() if runtime.worker_index == 0 else b""
+            backend.set_random_state(runtime.group.all_gather_bytes(mine)[0])
 
     def reset(self) -> None:
         """Restarts at the first batch."""

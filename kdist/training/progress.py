@@ -73,7 +73,9 @@ class Progress:
         All workers return the chief's state, so that `fit` can resume with any number of workers.
         """
         self._batches.runtime.finish_steps()  # the position counts them
-        states = gather(self._batches.runtime, self._state())
+        runtime, state = self._batches.runtime, self._state()
+        mine = state if runtime.worker_index == 0 else {"has_stopped": state["has_stopped"]}
+        states = gather(runtime, mine)
         return {**states[0], "has_stopped": any(state["has_stopped"] for state in states)}
 
     def _state(self) -> dict[str, object]:

@@ -10,7 +10,7 @@ import keras
 
 from kdist import keras_hooks
 from kdist.backends.contract import Runtime
-from kdist.backends.messages import gather
+from kdist.backends.messages import of_chief
 from kdist.data.sources.source import Source
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def share_random_state(runtime: Runtime) -> None:
     """Sends the chief's state of Python's `random` to all workers. Keras shuffles a PyDataset with it."""
     if runtime.num_workers > 1:
-        version, words, gauss = gather(runtime, random.getstate())[0]
+        version, words, gauss = of_chief(runtime, random.getstate())
         random.setstate((version, tuple(words), gauss))
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from kdist.arrays import rows
 from kdist.backends.contract import Runtime
-from kdist.backends.messages import gather
+from kdist.backends.messages import of_chief
 from kdist.data.sources.source import Choice, Source, with_share_of_files
 from kdist.errors import DatasetError
 
@@ -44,7 +44,7 @@ def set_random_states(loader: Any, states: Iterable[str]) -> None:
 def share_random_states(loader: Any, runtime: Runtime) -> None:
     """Sends the states of the chief's generators to all workers."""
     if runtime.num_workers > 1:
-        set_random_states(loader, gather(runtime, random_states(loader))[0])
+        set_random_states(loader, of_chief(runtime, random_states(loader)))
 
 
 def _generators(loader: Any) -> Iterable[Any]:
