@@ -71,6 +71,7 @@ from kdist.keras_hooks.models import (
     joined_ragged,
     layer_paths,
     reads_logs_at_once,
+    stateful_recurrent_layers,
     without_distribution,
 )
 from kdist.keras_hooks.optimizers import (

@@ -188,6 +188,14 @@ def layer_paths(model: keras.Model) -> list[str]:
     return [layer.path for layer in model._flatten_layers() if getattr(layer, "path", None)]
 
 
+def stateful_recurrent_layers(model: keras.Model) -> list[str]:
+    """Returns the paths of recurrent layers whose state for the next batch has one row per row of this batch."""
+    import keras
+
+    layers = model._flatten_layers()
+    return [layer.path for layer in layers if isinstance(layer, keras.layers.RNN) and layer.stateful]
+
+
 def all_variables(model: keras.Model) -> list[keras.Variable]:
     """Returns all Keras variables of a model, including seeds, metrics and optimizer, in a fixed order."""
     optimizer = getattr(model, "optimizer", None)

@@ -191,6 +191,7 @@ class Session:
         if len(variables) != self._num_shared:
             self._share(variables)
             self._check_layouts(variables)
+            self._check_states()
 
     def _check_layouts(self, variables: list[keras.Variable]) -> None:
         sharded = self.runtime.topology.sharded
@@ -202,6 +203,17 @@ class Session:
                 "Some layout patterns match no variable.",
                 received={"layouts": unused, "paths": [variable.path for variable in variables][:20]},
                 hint='Write patterns that match whole paths, such as ".*dense/kernel".',
+            )
+
+    def _check_states(self) -> None:
+        if self.runtime.num_replicas == 1 or self.runtime.sees_all_rows:
+            return
+        if layers := keras_hooks.stateful_recurrent_layers(self.model):
+            raise InvalidArgumentError(
+                "A recurrent layer with stateful=True cannot run on several replicas: its state has one row per row of "
+                "the global batch, but with this backend, a replica sees only its rows.",
+                received={"layers": layers, "replicas": self.runtime.num_replicas},
+                hint="Use the JAX backend (export KERAS_BACKEND=jax), or one device.",
             )
 
     def _share(self, variables: list[keras.Variable]) -> None:
