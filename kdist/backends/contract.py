@@ -82,9 +82,11 @@ class Backend(ABC):
         import keras
         import numpy as np
 
-        return keras.tree.map_structure(
-            lambda *parts: np.concatenate(list(map(keras.ops.convert_to_numpy, parts))), *batches
-        )
+        def join(*parts: Any) -> np.ndarray:
+            numpy = keras.ops.convert_to_numpy  # it would copy arrays
+            return np.concatenate([part if isinstance(part, np.ndarray) else numpy(part) for part in parts])
+
+        return keras.tree.map_structure(join, *batches)
 
     @abstractmethod
     def list_devices(self, kind: str | None = None) -> tuple[str, ...]:

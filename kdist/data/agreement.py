@@ -281,6 +281,8 @@ def _ready(
 def split_batch(runtime: Runtime, batch: Structure) -> ReplicaBatches:
     """Returns the batches for a step function from a global batch that every worker has."""
     count = rows.num_rows(batch)
+    if runtime.num_replicas == 1:
+        return ReplicaBatches(runtime.place_for_step([batch]), [(0, count)])
     split = runtime.split(count)
     if runtime.needs_equal_shapes and rows.has_sparse(batch):
         split = [(0, count)] * runtime.num_replicas

@@ -6,7 +6,6 @@ backends use the same loop. Arguments refer to global batches, and all workers m
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,8 +35,8 @@ if TYPE_CHECKING:
     from kdist.training.keras_callbacks import UserCallbacks
 
 
-# The number of batches whose predictions stay on the device while it computes the next ones.
-_MOST_ON_DEVICE = 4
+# Predictions are copied from the device together for this many batches, while it computes the next ones.
+_COPIED_TOGETHER = 4
 
 
 def fit(
@@ -269,7 +268,7 @@ def _predict(session: Session, batches: GlobalBatches, callbacks: keras.callback
     model.stop_predicting = False
     join = get_backend().join_predictions
     parts: list[object] = []
-    on_device: collections.deque[object] = collections.deque()  # a copy would wait until they are computed
+    on_device: list[object] = []  # a copy would wait until they are computed
     with function, tracing.span("prediction", "prediction"):
         callbacks.on_predict_begin()
         for begin, end, data in batches:
@@ -277,13 +276,14 @@ def _predict(session: Session, batches: GlobalBatches, callbacks: keras.callback
             with session.step_span("predict", begin, end):
                 outputs = function(data)
             on_device.append(outputs)
-            if len(on_device) > _MOST_ON_DEVICE:
-                parts.append(join([on_device.popleft()]))
+            if len(on_device) == 2 * _COPIED_TOGETHER:
+                parts.append(join(on_device[:_COPIED_TOGETHER]))
+                del on_device[:_COPIED_TOGETHER]
             callbacks.on_predict_batch_end(end, {"outputs": outputs})
             if model.stop_predicting:
                 break
         callbacks.on_predict_end()
-    parts.extend(join([outputs]) for outputs in on_device)
+    parts += on_device
     if not parts:
         raise InvalidArgumentError(
             "`predict` received no data.", received={"batches": 0}, hint="Pass at least one batch of data."
