@@ -6,11 +6,11 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kdist.checkpoint import layout, storage
-from kdist.checkpoint.checksums import crc32
-from kdist.checkpoint.index import File, Index, Piece, Tensor, parse
+from kdist.checkpoint.index import File, Index, Piece, Tensor, crc32, parse
 from kdist.checkpoint.progress import progress
 from kdist.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 
@@ -112,7 +112,8 @@ def read_ranges(path: str, index: Index, ranges: Sequence[Range], shown: bool = 
             if count < _MOST_OPEN:
                 kept.enter_context(shards[file].kept_open())
             else:
-                shards[file].check_size()
+                with shards[file].opened():  # checks its size
+                    pass
         # Allocate only now: the file sizes match the index, and the tensors in the index fit into the files.
         arrays: list[Any] = [
             np.empty((last - first) * t.size.itemsize, np.uint8) for t, first, last in ranges
@@ -203,71 +204,60 @@ def _seems_whole(path: str) -> bool:
 
 def _shards(path: str, index: Index) -> list[_Shard]:
     open_file = storage.of(path).opener(path)
-    return [_Shard(path, file, index, open_file) for file in index.files]
+    return [_Shard(os.path.join(path, file.name), file, len(index.files), open_file) for file in index.files]
 
 
+@dataclass(eq=False)
 class _Shard:
     """A file of a checkpoint. There can be thousands, so not all of them stay open."""
 
-    def __init__(
-        self,
-        path: str,
-        file: File,
-        index: Index,
-        open_file: Callable[[str], storage.LocalFile | storage.RemoteFile],
-    ) -> None:
-        self._path = os.path.join(path, file.name)
-        self._file = file
-        self._num_shards = len(index.files)
-        self._open_file = open_file
-        self._kept: storage.LocalFile | storage.RemoteFile | None = None
+    path: str
+    file: File
+    num_shards: int
+    open_file: Callable[[str], storage.LocalFile | storage.RemoteFile]
+    kept: storage.LocalFile | storage.RemoteFile | None = None
 
     @contextlib.contextmanager
     def kept_open(self) -> Iterator[None]:
         """Keeps the file open, so that all reads see it even if it is deleted or replaced in the meantime."""
-        with self.opened() as self._kept:
+        with self.opened() as self.kept:
             try:
                 yield
             finally:
-                self._kept = None
-
-    def check_size(self) -> None:
-        """Checks that the file exists and has its size."""
-        with self.opened():
-            pass
+                self.kept = None
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[storage.LocalFile | storage.RemoteFile]:
         """Opens the file and checks its size, unless the file is already open."""
-        if self._kept is not None:
-            yield self._kept
+        if self.kept is not None:
+            yield self.kept
             return
         try:
-            found = self._open_file(self._file.name)
+            found = self.open_file(self.file.name)
         except FileNotFoundError as error:
             raise CheckpointCorruptError(
                 "The checkpoint is corrupt: a shard is missing.",
-                received={"file": self._path, "shards": self._num_shards},
+                received={"file": self.path, "shards": self.num_shards},
             ) from error
         except OSError as error:
-            raise _unreadable(self._path, error) from error
+            raise _unreadable(self.path, error) from error
         with contextlib.closing(found):
-            if found.num_bytes != self._file.num_bytes:
+            if found.num_bytes != self.file.num_bytes:
                 raise CheckpointCorruptError(
                     "The checkpoint is corrupt: the size of a shard has changed since the save.",
-                    received={"file": self._path, "bytes": found.num_bytes, "saved": self._file.num_bytes},
+                    received={"file": self.path, "bytes": found.num_bytes, "saved": self.file.num_bytes},
                 )
             yield found
 
     def check_header(self) -> None:
         """Verifies the checksum of the bytes before the tensors."""
-        header = memoryview(bytearray(self._file.header_bytes))
+        header = memoryview(bytearray(self.file.header_bytes))
         with self.opened() as file:
             num_bytes = file.read_into(header, 0)
-        if crc32(header[:num_bytes]) != self._file.header_crc32:
+        if crc32(header[:num_bytes]) != self.file.header_crc32:
             raise CheckpointCorruptError(
                 "The checkpoint is corrupt: the checksum of a shard's header does not match.",
-                received={"file": self._path},
+                received={"file": self.path},
             )
 
     def read(self, wanted: Range, piece: Piece, array: memoryview, add: Callable[[int], None]) -> None:
@@ -277,9 +267,8 @@ class _Shard:
         before = (piece.first - wanted.first) * tensor.size.itemsize  # from the start of `array` to the piece
         crc = done = 0
         with self.opened() as file:
-            scratch = memoryview(
-                bytearray(0 if _is_within(before, num_bytes, array) else min(num_bytes, file.chunk))
-            )
+            is_within = before >= 0 and before + num_bytes <= len(array)
+            scratch = memoryview(bytearray(0 if is_within else min(num_bytes, file.chunk)))
             while done < num_bytes:
                 size, start = min(num_bytes - done, file.chunk), before + done
                 part = scratch[:size] or array[start : start + size]
@@ -296,9 +285,5 @@ class _Shard:
         if crc != piece.crc32:
             raise CheckpointCorruptError(
                 f"The checkpoint is corrupt: the checksum of tensor {tensor.name!r} does not match.",
-                received={"file": self._path, "offset": piece.offset, "bytes": num_bytes},
+                received={"file": self.path, "offset": piece.offset, "bytes": num_bytes},
             )
-
-
-def _is_within(start: int, num_bytes: int, array: memoryview) -> bool:
-    return start >= 0 and start + num_bytes <= len(array)

@@ -12,16 +12,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kdist import faults, tracing
+from kdist.backends.contract import Runtime
 from kdist.checkpoint import ending, folders, layout, storage, writing
 from kdist.checkpoint.folders import gather_from
 from kdist.cluster import logs
-from kdist.context import current_strategy, joined_strategy
+from kdist.context import StrategyLike, current_strategy, joined_strategy
 from kdist.errors import CheckpointError, InvalidArgumentError, WorkerMismatchError
 
 if TYPE_CHECKING:
-    from kdist.backends.contract import Runtime
     from kdist.checkpoint.restoring import RestoreStatus
-    from kdist.context import StrategyLike
 
 # The last save of each `Checkpoint` until its result was checked, by the serial number of the `Checkpoint`.
 # All workers create and save checkpoints in the same order, so the keys are the same on all workers.

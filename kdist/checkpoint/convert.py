@@ -16,16 +16,10 @@ _SUFFIXES = (".weights.h5", ".keras")
 
 
 def convert(path: str, output: str, name: str | None = None, model: str | None = None) -> str:
-    """Writes the model of a checkpoint as `.weights.h5` or `.keras`.
+    """Writes the model of a checkpoint as `.weights.h5` or `.keras`, by the suffix of `output`.
 
-    Args:
-        path: The path of the checkpoint.
-        output: The output file. Its suffix determines the format.
-        name: The name of the model. Required if the checkpoint contains several models.
-        model: A function that builds the model, as `"module:function"`. Defaults to the saved configuration.
-
-    Returns:
-        A note for the user, or "".
+    `name` selects one of several models. `model` is a function that builds the model, as `"module:function"`. By
+    default, Keras builds it from the saved configuration. Returns a note for the user, or "".
 
     Raises:
         InvalidArgumentError: If the suffix is not supported, the file cannot be written, or the name does not

@@ -10,15 +10,13 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kdist.backends.contract import Runtime
 from kdist.backends.messages import gather
 from kdist.checkpoint import layout, storage
 from kdist.errors import CheckpointError
 from kdist.whole_files import is_remote
-
-if TYPE_CHECKING:
-    from kdist.backends.contract import Runtime
 
 # Seconds until a temporary directory is stale on (network) file systems and stores that cannot lock directories.
 _OLD = 3600.0
@@ -37,12 +35,9 @@ class Folder:
     lost: Callable[[], Collection[int]] = frozenset  # Returns the workers that are known to be lost.
     is_waiting: bool = False  # Whether the save currently waits for other workers.
     number: int | None = None  # The number in the name, if kdist chose it. Then no checkpoint is replaced.
-    tag: str = (
-        ""  # In an object store, a part of its file names. There, it has its final path from the beginning.
-    )
-    is_committed: bool = (
-        False  # Whether an object store may have the index. Then a failed save removes nothing.
-    )
+    # In an object store, a part of its file names. There, it has its final path from the beginning.
+    tag: str = ""
+    is_committed: bool = False  # Whether a store may have the index. Then a failed save removes nothing.
 
     def release(self) -> None:
         """Releases the lock."""
@@ -71,8 +66,7 @@ def gather_from(runtime: Runtime | None, value: object) -> list[Any]:
 def prepare(runtime: Runtime | None, wish: Wish) -> tuple[Folder, str, int | None]:
     """Creates the temporary directory and agrees with the other workers where each one writes. Collective.
 
-    Returns:
-        This worker's directory, the id of the save, and the number of the checkpoint.
+    Returns this worker's directory, the id of the save, and the number of the checkpoint.
 
     Raises:
         CheckpointError: On all workers, if a worker cannot write, its last save failed or its objects differ.
@@ -208,9 +202,7 @@ def _is_left(path: str) -> bool:
 def clean_store(path: str, kept: Collection[str]) -> None:
     """Removes files of killed saves from an object store, if the newest of a directory is older than an hour.
 
-    Args:
-        path: The path of a new checkpoint. Killed saves may have written to it, or to another number.
-        kept: The names of its shards.
+    Killed saves may have written to `path`, a new checkpoint with the shards `kept`, or to another number.
     """
     store = storage.Remote(path)
     directory, name = storage.split(path)

@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,13 @@ from typing import Any
 from kdist.checkpoint import layout
 from kdist.checkpoint.shards import Size
 from kdist.errors import CheckpointCorruptError, CheckpointError, malformed_as
+
+# Both return the same value. With `isal` (the extra `fast`), checksums take a third of the time or less, because ISA-L
+# uses the processor's instruction for polynomial multiplication.
+try:
+    from isal.isal_zlib import crc32
+except ImportError:
+    from zlib import crc32
 
 FORMAT = "kdist.checkpoint"
 VERSION = 2  # if a tensor is stored along another axis than the first, otherwise 1
@@ -157,7 +163,7 @@ def dump(index: Index, version: int | None = None) -> bytes:
 
 def checksum_of(version: int, body: bytes) -> int:
     """Returns the checksum of the version and of everything after the first line."""
-    return zlib.crc32(body, version)
+    return crc32(body, version)
 
 
 def parse(data: bytes, path: str) -> Index:

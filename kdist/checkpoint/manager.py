@@ -231,7 +231,7 @@ class CheckpointManager:
             if self._every is not None and found.saved_at - state["last"] >= self._every:
                 state["kept"].append(found.number)
                 state["last"] = found.saved_at
-                self._write_kept(state)
+                storage.of(self._directory).put(self._kept_path, json.dumps(state).encode())
                 continue
             _delete(found.path)
 
@@ -244,9 +244,6 @@ class CheckpointManager:
             state = json.loads(storage.of(self._directory).read(self._kept_path))
             return {"last": float(state["last"]), "kept": list(state["kept"])}
         return {"last": self._made, "kept": []}
-
-    def _write_kept(self, state: dict[str, object]) -> None:
-        storage.of(self._directory).put(self._kept_path, json.dumps(state).encode())
 
     def __repr__(self) -> str:
         return f"<CheckpointManager of {self._directory!r}>"

@@ -42,7 +42,12 @@ def encode(name: str, value: object, store: Callable[[str, np.ndarray], None] | 
             item = keras.ops.convert_to_numpy(item)
         if isinstance(item, np.ndarray) and item.dtype.name in DTYPES:
             # The name of a dtype does not contain the byte order.
-            return _array(at, item.astype(item.dtype.newbyteorder("="), copy=False), store)
+            array = item.astype(item.dtype.newbyteorder("="), copy=False)
+            if store is not None:
+                store(at, array)
+                return {"$tensor": at}
+            data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+            return {"$array": [array.dtype.name, list(array.shape), data]}
         raise InvalidArgumentError(
             f"Cannot save {at!r}: a checkpoint cannot contain an object of this type.",
             received={"name": at, "type": type(item).__name__},
@@ -51,14 +56,6 @@ def encode(name: str, value: object, store: Callable[[str, np.ndarray], None] | 
         )
 
     return visit(name, value)
-
-
-def _array(name: str, array: np.ndarray, store: Callable[[str, np.ndarray], None] | None) -> object:
-    if store is not None:
-        store(name, array)
-        return {"$tensor": name}
-    data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
-    return {"$array": [array.dtype.name, list(array.shape), data]}
 
 
 def decode(value: object, arrays: Any = None) -> Any:

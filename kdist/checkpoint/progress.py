@@ -19,13 +19,9 @@ _WIDTH = 20
 def progress(what: str, num_bytes: int, shown: bool = True) -> Iterator[Callable[[int], None]]:
     """Yields a function that counts finished bytes. Any thread may call it with the number of further bytes.
 
-    The line appears only on a terminal or in a notebook, without colors, and disappears at the end. Nothing
-    is written if the output is a file or a pipe.
-
-    Args:
-        what: The text of the line, such as "reading checkpoints/ckpt-3".
-        num_bytes: The total number of bytes.
-        shown: Whether to show the line. False on workers other than the chief.
+    The line begins with `what`. It appears only on a terminal or in a notebook, without colors, and disappears at
+    the end. Nothing is written if the output is a file or a pipe, or if `shown` is false, as on other workers
+    than the chief.
     """
     stream = next((one for one in (sys.stderr, sys.stdout) if _is_looked_at(one)), None) if shown else None
     if stream is None or not num_bytes:

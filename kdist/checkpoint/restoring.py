@@ -5,26 +5,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+import keras
 
 from kdist import keras_hooks
+from kdist.backends.contract import Runtime
 from kdist.backends.messages import call_on_all
 from kdist.checkpoint import layout, plain, sharded, state
 from kdist.checkpoint.checked_reading import read_index, read_tensors
 from kdist.checkpoint.folders import gather_from
 from kdist.checkpoint.index import Index, Tensor
 from kdist.checkpoint.snapshot import scope_of
+from kdist.context import StrategyLike
 from kdist.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, malformed_as
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import keras
-
-    from kdist.backends.contract import Runtime
-    from kdist.context import StrategyLike
 
 _RANDOM = "random"
 _COUNTER = "save_counter"
@@ -109,11 +105,7 @@ def restore(
     runtime: Runtime | None,
     random: bool,
 ) -> tuple[RestoreStatus, int]:
-    """Restores objects, and replaces plain values in `objects`. Collective.
-
-    Returns:
-        The status, and the saved `save_counter`.
-    """
+    """Restores objects, and replaces plain values in `objects`. Collective. Returns the status and `save_counter`."""
     path = layout.standing(path)
     index: Index = _on_all(runtime, path, lambda: read_index(path))
     _check_same(runtime, path, index)
@@ -189,13 +181,10 @@ def _named_damage(path: str, *also: type[Exception]) -> contextlib.AbstractConte
 
 
 def restore_weights(path: str, model: keras.Model) -> None:
-    """Restores a model's weights and its optimizer's step count, only in this process.
+    """Restores a built model's weights and its optimizer's step count, only in this process.
 
-    Reads nothing else, because evaluation does not need the other optimizer variables.
-
-    Args:
-        path: The path of a checkpoint that contains a single model, or a model named "model".
-        model: A built model.
+    The checkpoint contains a single model, or a model named "model". Reads nothing else, because evaluation does
+    not need the other optimizer variables.
 
     Raises:
         CheckpointError: As in `restore`.

@@ -5,19 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
 
+from kdist.backends.contract import Runtime
 from kdist.checkpoint import state
 from kdist.checkpoint.checked_reading import Range, in_shape, read_ranges, read_tensors
 from kdist.checkpoint.index import Index, Tensor
 from kdist.checkpoint.shards import Size, Span, cut
-
-if TYPE_CHECKING:
-    from kdist.backends.contract import Runtime
-    from kdist.topology import LocalParts
+from kdist.topology import LocalParts
 
 # The size up to which sharded variables are gathered together. A larger variable is gathered by itself.
 _GROUP_BYTES = 64 << 20
@@ -34,10 +31,8 @@ def divide(
     """Divides the tensors of all sources over the workers of a directory, of which this is number `rank`.
 
     If each worker writes a shard, it writes the parts that it holds. Otherwise, the workers gather the variables.
-
-    Returns:
-        The tensors, with the axes along which they are stored; this worker's spans; and functions that return the
-        bytes of those spans that are not in this worker's variables.
+    Returns the tensors, with the axes along which they are stored; this worker's spans; and functions that return
+    the bytes of those spans that are not in this worker's variables.
     """
     local: dict[int, LocalParts] = {}
     if num_shards == num_members == runtime.num_workers:

@@ -42,11 +42,6 @@ def number_of_shards(num_bytes: int, num_workers: int) -> int:
 def cut(sizes: Sequence[Size], shard: int, num_shards: int) -> list[Span]:
     """Returns the spans of one shard. Shards have equal sizes, up to rounding to whole elements.
 
-    Args:
-        sizes: The sizes of all tensors, in order.
-        shard: The index of the shard, from 0.
-        num_shards: The number of shards.
-
     Example:
 
     >>> from kdist.checkpoint.shards import Size, cut

@@ -7,22 +7,20 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
 
+from kdist.backends.contract import Runtime
 from kdist.checkpoint import plain, sharded, state
+from kdist.checkpoint.folders import Folder
 from kdist.checkpoint.index import DTYPES, Tensor
 from kdist.checkpoint.shards import Span, cut, number_of_shards
 from kdist.checkpoint.writing import Share
+from kdist.context import StrategyLike
 from kdist.errors import CheckpointError, InvalidArgumentError
 from kdist.version import __version__
-
-if TYPE_CHECKING:
-    from kdist.backends.contract import Runtime
-    from kdist.checkpoint.folders import Folder
-    from kdist.context import StrategyLike
 
 
 @dataclass

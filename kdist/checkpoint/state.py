@@ -65,9 +65,8 @@ def kind_of(value: object) -> str:
 def collect(objects: Mapping[str, object], trained: Mapping[str, Sequence[int]] | None = None) -> list[Part]:
     """Returns the parts of objects, including objects inside lists and dictionaries.
 
-    Args:
-        objects: The objects, by name.
-        trained: `Part.trained` of saved optimizers, to build the optimizers of models that have no variables yet.
+    `trained` is `Part.trained` of saved optimizers. It builds the optimizers of models that have no variables
+    yet.
 
     Raises:
         CheckpointError: If a model or layer has no variables yet.

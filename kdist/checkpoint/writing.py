@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any
 from kdist import faults, tracing
 from kdist.backends import threads
 from kdist.checkpoint import layout, storage
-from kdist.checkpoint.checksums import crc32
 from kdist.checkpoint.folders import Folder, clean_store, remove
-from kdist.checkpoint.index import DTYPES, File, Index, Piece, Tensor, dump
+from kdist.checkpoint.index import DTYPES, File, Index, Piece, Tensor, crc32, dump
 from kdist.checkpoint.shards import Span
 from kdist.cluster import timeouts
 from kdist.control import stalls, whereabouts
@@ -82,9 +81,7 @@ def header_of(share: Share) -> bytes:
 class Save:
     """A running save to a directory that its workers have agreed on.
 
-    Args:
-        folder: The directory.
-        after: A function that the first worker of the directory calls when the checkpoint is visible.
+    The first worker of the directory calls `after` when the checkpoint is visible.
     """
 
     def __init__(self, folder: Folder, after: Callable[[], None] | None = None) -> None:
@@ -103,11 +100,7 @@ class Save:
         self._thread.start()
 
     def join(self) -> str | None:
-        """Waits until this worker's part is done, including the commit on the first worker of a directory.
-
-        Returns:
-            The error message for the other workers, or `None`.
-        """
+        """Waits until this worker's part is done, with the commit on the first worker. Returns its error, or `None`."""
         if self._thread is not None:
             waiting = stalls.waiting_for_thread(lambda: self.folder.is_waiting)
             with tracing.span("waiting for a save", "save"), waiting:

@@ -15,14 +15,9 @@ _PORTS = "15000-31999"
 
 
 def split_address(address: object, field: str = "address") -> tuple[str, int]:
-    """Splits `host:port` and validates both parts.
+    """Splits `host:port` into the host (without brackets) and the port, and validates both.
 
-    Args:
-        address: The text to split. An IPv6 host must be in square brackets.
-        field: The name of the text for error messages.
-
-    Returns:
-        The host (without brackets) and the port.
+    An IPv6 host must be in square brackets. Error messages contain `field`, the name of the text.
 
     Raises:
         ClusterConfigError: If the address does not have the form `host:port`, or the port is not in 1..65535.
@@ -78,13 +73,11 @@ def is_loopback(host: str) -> bool:
 
 
 def hold_free_ports(count: int, host: str = "127.0.0.1") -> list[socket.socket]:
-    """Finds free ports and binds them, so that no other process takes them before they are needed.
+    """Returns sockets that are bound to free ports, so that no other process takes them before they are needed.
 
-    The ports are in `KDIST_PORT_RANGE`. By default they are below the range for outgoing connections: the system
-    could assign a port in that range between the close of the returned socket and the worker's `bind`.
-
-    Returns:
-        Bound sockets. Get the ports with `getsockname()[1]`. Close each socket just before you use its port.
+    Get the ports with `getsockname()[1]`. Close each socket just before you use its port. The ports are in
+    `KDIST_PORT_RANGE`. By default they are below the range for outgoing connections: the system could assign a
+    port in that range between the close of the returned socket and the worker's `bind`.
 
     Raises:
         ClusterConfigError: If there are not enough free ports, or `KDIST_PORT_RANGE` is not a range.

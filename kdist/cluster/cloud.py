@@ -21,21 +21,10 @@ _EXAMPLE = 'Pass a list, for example:\nKubernetesClusterResolver({"worker": ["jo
 
 
 def import_client(module: str, package: str, instead: str) -> Any:
-    """Imports a module of a client.
-
-    Args:
-        module: The name of the module.
-        package: The name of its package for `pip install`.
-        instead: The argument that users can pass instead.
+    """Imports a module of a client. `package` is its name for `pip install`, and users can pass `instead`.
 
     Raises:
         ClusterImportError: If the module cannot be imported. It is also an `ImportError`.
-
-    Example:
-
-    >>> from kdist.cluster.cloud import import_client
-    >>> import_client("json", "json", "client").loads("[1]")
-    [1]
     """
     try:
         return importlib.import_module(module)
@@ -95,7 +84,7 @@ class GCEClusterResolver(TaskClusterResolver):
 
     You can pass a custom service. The resolver uses it only in `cluster_spec()`:
 
-    >>> from kdist.cluster import GCEClusterResolver
+    >>> from kdist.cluster_resolver import GCEClusterResolver
     >>> GCEClusterResolver("my-project", "us-west1-a", "my-group", 8470, task_id=1, service=object()).task_id
     1
     """
@@ -221,7 +210,7 @@ class KubernetesClusterResolver(TaskClusterResolver):
     You can pass a custom client. The client in this example always returns the same pod:
 
     >>> from types import SimpleNamespace as Object
-    >>> from kdist.cluster import KubernetesClusterResolver
+    >>> from kdist.cluster_resolver import KubernetesClusterResolver
     >>> pod = Object(metadata=Object(name="train-0", labels={}), status=Object(phase="Running", pod_ip="10.8.0.4"))
     >>> client = Object(list_namespaced_pod=lambda namespace, **_: Object(items=[pod]))
     >>> KubernetesClusterResolver({"worker": ["job-name=train"]}, override_client=client).cluster_spec()

@@ -27,7 +27,7 @@ class ClusterSpec:
 
     Example:
 
-    >>> from kdist.cluster import ClusterSpec
+    >>> from kdist.cluster_resolver import ClusterSpec
     >>> spec = ClusterSpec({"chief": ["host0:2222"], "worker": {1: "host2:2222"}})
     >>> spec.jobs
     ['chief', 'worker']

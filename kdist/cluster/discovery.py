@@ -27,37 +27,22 @@ _TASK_HINT = (
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """A cluster and the task of this process in it.
+    """A cluster and the task of this process in it."""
 
-    Args:
-        resolver: The resolver that describes the cluster, or `None` if no source describes one.
-        spec: The known tasks and addresses.
-        task_type: The job of this process.
-        task_id: The index of this process within the job.
-        num_workers: The number of processes that train (the chief and the workers).
-        worker_index: The index of this process among them. The chief has index 0.
-        addresses: The addresses of the workers in the order of `worker_index`. Unknown addresses are `None`.
-        coordinator: The address of worker 0, or `None` for a single worker.
-        local_rank: The index of this worker among the workers on its machine.
-        local_workers: The number of workers on its machine.
-        rpc_layer: The protocol of TensorFlow's tasks, or `None`.
-        source: The name of the source of the description, such as "TF_CONFIG".
-        coordinator_taken: Whether the launcher itself listens at `coordinator`, as torchrun's agent does.
-            In this case, no worker can listen there.
-    """
-
-    resolver: Any
-    spec: ClusterSpec
-    task_type: str
-    task_id: int
-    num_workers: int
-    worker_index: int
+    resolver: Any  # describes the cluster; `None` if no source describes one
+    spec: ClusterSpec  # the known tasks and addresses
+    task_type: str  # the job of this process
+    task_id: int  # the index of this process within the job
+    num_workers: int  # the number of processes that train (the chief and the workers)
+    worker_index: int  # the index of this process among them; 0 for the chief
+    # In the order of `worker_index`. Unknown addresses are `None`.
     addresses: tuple[str | None, ...]
-    coordinator: str | None
-    local_rank: int
-    local_workers: int
-    rpc_layer: str | None
-    source: str
+    coordinator: str | None  # the address of worker 0, or `None` for a single worker
+    local_rank: int  # the index of this worker among the workers on its machine
+    local_workers: int  # the number of workers on its machine
+    rpc_layer: str | None  # the protocol of TensorFlow's tasks, or `None`
+    source: str  # of the description, such as "TF_CONFIG"
+    # Whether the launcher itself listens at `coordinator`, as torchrun's agent does. Then no worker can listen there.
     coordinator_taken: bool = False
 
     @property
@@ -86,17 +71,10 @@ def discover(resolver: Any = None, environ: Mapping[str, str] | None = None) -> 
     """Finds the cluster that this process belongs to.
 
     It uses the first source that describes a cluster: `resolver`, `TF_CONFIG`, torchrun, Flux, LSF's `jsrun`,
-    Slurm, MPI (Open MPI, PMI), `KERAS_DISTRIBUTION_*`; then a Kubernetes Indexed Job, JAX programs,
-    torchrun's options (`PET_*`), a LeaderWorkerSet, SageMaker, Vertex AI, a TPU runtime with several hosts.
-    Without any, this process is a single worker. It logs a warning if variables still indicate several
-    workers. No source uses the network.
-
-    Args:
-        resolver: A resolver of kdist or `tf.distribute.cluster_resolver`. It overrides all other sources.
-        environ: The environment variables. Defaults to `os.environ`.
-
-    Returns:
-        A `Cluster`.
+    Slurm, MPI (Open MPI, PMI), `KERAS_DISTRIBUTION_*`; then a Kubernetes Indexed Job, JAX programs, torchrun's
+    options (`PET_*`), a LeaderWorkerSet, SageMaker, Vertex AI, a TPU runtime with several hosts. Without any,
+    this process is a single worker. It logs a warning if variables still indicate several workers. No source uses
+    the network. `resolver` can be a resolver of kdist or `tf.distribute.cluster_resolver`.
 
     Raises:
         ClusterConfigError: If the description in use is invalid. The message names the field or variable.
@@ -153,7 +131,7 @@ def _found(resolver: Any, environ: Mapping[str, str]) -> Cluster:
         return _from_resolver(resolver, type(resolver).__name__)
     for source in SOURCES:
         if source.applies(environ)[0]:
-            return _from_resolver(source.make(environ), source.name)
+            return _from_resolver(source.resolver(environ=environ), source.name)
     return _single(None, ClusterSpec({}), "worker", 0, None, "default")
 
 
@@ -188,7 +166,7 @@ def survey(environ: Mapping[str, str] | None = None) -> list[SourceReport]:
 
 def _summary(source: Source, environ: Mapping[str, str]) -> str:
     try:
-        resolver = source.make(environ)
+        resolver = source.resolver(environ=environ)
         task_type, spec = resolver.task_type, resolver.cluster_spec()
         if task_type is not None and ("ps" in spec.jobs or task_type == "evaluator"):
             task_id = roles.server_cluster(resolver).task_id if "ps" in spec.jobs else 0
@@ -301,17 +279,12 @@ def _from_layout(resolver: ProcessClusterResolver, source: str) -> Cluster:
         num_workers=layout.num_workers,
     )
     return Cluster(
+        **dataclasses.asdict(dataclasses.replace(layout, worker_index=index)),
         resolver=resolver,
         spec=resolver.cluster_spec(),
         task_type="worker",
         task_id=index,
-        num_workers=layout.num_workers,
-        worker_index=index,
-        addresses=layout.addresses,
         coordinator=layout.coordinator if layout.num_workers > 1 else None,
-        local_rank=layout.local_rank,
-        local_workers=layout.local_workers,
         rpc_layer=resolver.rpc_layer,
         source=source,
-        coordinator_taken=layout.coordinator_taken,
     )

@@ -13,14 +13,7 @@ _GPU_FILES = "/dev/nvidia[0-9]*"
 
 
 def get(name: str, default: str | None = None, environ: Mapping[str, str] | None = None) -> str | None:
-    """Returns the value of an environment variable, or `default` if it is not set.
-
-    Example:
-
-    >>> from kdist.cluster import environment
-    >>> environment.get("NO_SUCH_VARIABLE", "nothing")
-    'nothing'
-    """
+    """Returns the value of an environment variable, or `default` if it is not set."""
     return (os.environ if environ is None else environ).get(name, default)
 
 

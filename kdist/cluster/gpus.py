@@ -16,18 +16,11 @@ _DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")
 
 
 def own_gpus(cluster: Cluster | None, count: int, environ: Mapping[str, str] | None = None) -> range:
-    """Returns the visible GPUs that this worker uses.
+    """Returns the positions of the GPUs that this worker uses among the `count` GPUs that it sees.
 
     If the workers on a machine see the same GPUs, each one uses an equal part. If there are more workers than
-    GPUs, they share GPUs. If the launcher assigned GPUs to each worker, a worker uses all visible GPUs.
-
-    Args:
-        cluster: The cluster of this worker, or `None` for a single process.
-        count: The number of GPUs that this process sees.
-        environ: The environment variables. Defaults to `os.environ`.
-
-    Returns:
-        The positions of the worker's GPUs in the list of visible GPUs.
+    GPUs, they share GPUs. If the launcher assigned GPUs to each worker, or there is no cluster, a worker uses
+    all.
 
     Example:
 

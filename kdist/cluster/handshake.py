@@ -64,11 +64,8 @@ class SilentServerError(TimeoutError):
 class Link:
     """One side of a connection. `connect` and `clients` create links; their callers close the connections.
 
-    Args:
-        connection: The connected socket.
-        secret: The secret of the job. If it is empty, the connection is not authenticated.
-        purpose: The kind of the connection, which must be the same on both sides.
-        roles: The role of this side and the role of the other side.
+    If the secret is empty, the connection is not authenticated. `purpose` is the kind of the connection, which
+    must be the same on both sides. `roles` are the role of this side and the role of the other side.
     """
 
     def __init__(self, connection: socket.socket, secret: str, purpose: str, *roles: str) -> None:

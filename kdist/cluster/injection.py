@@ -22,25 +22,16 @@ _EXAMPLE = (
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A fault, and the worker and the time at which it happens.
+    """A fault, and the worker and the time at which it happens."""
 
-    Args:
-        kind: One of `KINDS`.
-        worker: The index of the worker, or `None` for all workers.
-        step: The number of the training step, from 1. Counts all steps, or the steps of `epoch` if it is set.
-        epoch: The number of the epoch, from 1.
-        phase: One of `PHASES`, or a phase of a save such as "save-write".
-        seconds: The duration of "slow", in seconds.
-        always: Whether the fault happens again after a restart.
-    """
-
-    kind: str
-    worker: int | None = None
+    kind: str  # one of `KINDS`
+    worker: int | None = None  # the index of the worker, or `None` for all workers
+    # The number of the training step, from 1. Counts all steps, or the steps of `epoch` if it is set.
     step: int | None = None
-    epoch: int | None = None
-    phase: str = "step"
-    seconds: float = 1.0
-    always: bool = False
+    epoch: int | None = None  # from 1
+    phase: str = "step"  # one of `PHASES`, or a phase of a save such as "save-write"
+    seconds: float = 1.0  # the duration of "slow", in seconds
+    always: bool = False  # whether the fault happens again after a restart
 
     def __str__(self) -> str:
         given = [

@@ -20,15 +20,9 @@ _MOST_BYTES = 1 << 20
 
 
 def fetch_metadata(path: str, environ: Mapping[str, str], timeout: float = _TIMEOUT) -> str | None:
-    """Returns an entry of the metadata server of this machine.
+    """Returns an entry of the metadata server of this machine, or `None` if the server has no such entry.
 
-    Args:
-        path: The path of the entry, below `computeMetadata/v1`.
-        environ: The environment variables. `GCE_METADATA_HOST` or `GCE_METADATA_IP` may set another server.
-        timeout: The timeout of a request, in seconds.
-
-    Returns:
-        The text, or `None` if the server has no such entry.
+    `path` is below `computeMetadata/v1`. `GCE_METADATA_HOST` or `GCE_METADATA_IP` may set another server.
 
     Raises:
         ClusterRuntimeError: If there is no server, or it does not respond. It is also a `RuntimeError`.

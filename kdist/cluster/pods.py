@@ -46,7 +46,7 @@ class IndexedJobClusterResolver(ProcessClusterResolver):
 
     Example:
 
-    >>> from kdist.cluster import IndexedJobClusterResolver
+    >>> from kdist.cluster_resolver import IndexedJobClusterResolver
     >>> resolver = IndexedJobClusterResolver(environ={
     ...     "JOB_COMPLETION_INDEX": "1", "KDIST_NUM_WORKERS": "2",
     ...     "KDIST_COORDINATOR_ADDRESS": "train-0.train:2222"})
@@ -85,7 +85,7 @@ class JAXClusterResolver(ProcessClusterResolver):
 
     Example:
 
-    >>> from kdist.cluster import JAXClusterResolver
+    >>> from kdist.cluster_resolver import JAXClusterResolver
     >>> resolver = JAXClusterResolver(environ={
     ...     "COORDINATOR_ADDRESS": "digits-worker-0", "COORDINATOR_PORT": "6666",
     ...     "NUM_PROCESSES": "2", "PROCESS_ID": "1"})
@@ -123,7 +123,7 @@ class PETClusterResolver(ProcessClusterResolver):
 
     Example:
 
-    >>> from kdist.cluster import PETClusterResolver
+    >>> from kdist.cluster_resolver import PETClusterResolver
     >>> resolver = PETClusterResolver(environ={
     ...     "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1",
     ...     "PET_MASTER_ADDR": "digits-node-0-0.digits", "PET_MASTER_PORT": "29400"})
@@ -162,7 +162,7 @@ class LeaderWorkerSetClusterResolver(ProcessClusterResolver):
 
     Example:
 
-    >>> from kdist.cluster import LeaderWorkerSetClusterResolver
+    >>> from kdist.cluster_resolver import LeaderWorkerSetClusterResolver
     >>> resolver = LeaderWorkerSetClusterResolver(environ={
     ...     "LWS_LEADER_ADDRESS": "train-0.train.default", "LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "1"})
     >>> resolver.task_id, resolver.master()

@@ -33,12 +33,7 @@ class ProcessLayout:
 
 
 class ProcessClusterResolver(ClusterResolver):
-    """Base class of resolvers for sources that number the processes. Every process is a worker.
-
-    Args:
-        rpc_layer: The protocol of TensorFlow's tasks.
-        environ: The environment variables. Defaults to `os.environ`.
-    """
+    """Base class of resolvers for sources that number the processes. Every process is a worker."""
 
     _task_type: str | None = "worker"  # fixed, so that it is available without reading a variable
     _HINT = ""  # of all errors about the variables
@@ -55,18 +50,10 @@ class ProcessClusterResolver(ClusterResolver):
     def _read(self, variables: Variables) -> ProcessLayout:
         """Reads and validates the variables of the source."""
 
-    def read_layout(self, environ: Mapping[str, str]) -> ProcessLayout:
-        """Reads and validates the variables. The properties call it at each access.
-
-        Raises:
-            ClusterConfigError: If a variable is missing or invalid. The message contains its name.
-        """
-        return self._read(Variables(environ, self._HINT))
-
     @property
     def layout(self) -> ProcessLayout:
-        """The current contents of the variables."""
-        return self.read_layout(self._environ)
+        """The current contents of the variables, read at each access. An error names the invalid variable."""
+        return self._read(Variables(self._environ, self._HINT))
 
     def cluster_spec(self) -> ClusterSpec:
         """Returns the cluster, with the addresses that the variables contain.
@@ -169,7 +156,7 @@ class TorchrunClusterResolver(ProcessClusterResolver):
 
     Example:
 
-    >>> from kdist.cluster import TorchrunClusterResolver
+    >>> from kdist.cluster_resolver import TorchrunClusterResolver
     >>> resolver = TorchrunClusterResolver(
     ...     environ={"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host0", "MASTER_PORT": "29500"})
     >>> resolver.task_type, resolver.task_id, resolver.master()
@@ -203,7 +190,7 @@ class MPIClusterResolver(ProcessClusterResolver):
 
     Example:
 
-    >>> from kdist.cluster import MPIClusterResolver
+    >>> from kdist.cluster_resolver import MPIClusterResolver
     >>> resolver = MPIClusterResolver(environ={
     ...     "PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_ADDR": "host0", "MASTER_PORT": "2222"})
     >>> resolver.task_id, resolver.master()
@@ -269,7 +256,7 @@ class KerasClusterResolver(ProcessClusterResolver):
 
     Example:
 
-    >>> from kdist.cluster import KerasClusterResolver
+    >>> from kdist.cluster_resolver import KerasClusterResolver
     >>> resolver = KerasClusterResolver(environ={
     ...     "KERAS_DISTRIBUTION_JOB_ADDRESSES": "host0:2222,host1:2222",
     ...     "KERAS_DISTRIBUTION_PROCESS_ID": "1"})

@@ -36,7 +36,7 @@ class ClusterResolver(abc.ABC):
 
     Example:
 
-    >>> from kdist.cluster import ClusterResolver, ClusterSpec
+    >>> from kdist.cluster_resolver import ClusterResolver, ClusterSpec
     >>> class Fixed(ClusterResolver):
     ...     def cluster_spec(self):
     ...         return ClusterSpec({"worker": ["host0:2222", "host1:2222"]})
@@ -172,7 +172,7 @@ class SimpleClusterResolver(ClusterResolver):
 
     Example:
 
-    >>> from kdist.cluster import ClusterSpec, SimpleClusterResolver
+    >>> from kdist.cluster_resolver import ClusterSpec, SimpleClusterResolver
     >>> spec = ClusterSpec({"worker": ["host0:2222", "host1:2222"]})
     >>> resolver = SimpleClusterResolver(spec, task_type="worker", task_id=1, rpc_layer="grpc")
     >>> resolver.master("worker", 0)
@@ -245,7 +245,7 @@ class UnionResolver(ClusterResolver):
 
     Example:
 
-    >>> from kdist.cluster import ClusterSpec, SimpleClusterResolver, UnionResolver
+    >>> from kdist.cluster_resolver import ClusterSpec, SimpleClusterResolver, UnionResolver
     >>> workers = SimpleClusterResolver(ClusterSpec({"worker": ["host0:2222"]}), task_type="worker")
     >>> servers = SimpleClusterResolver(ClusterSpec({"ps": ["host1:2222"]}))
     >>> UnionResolver(workers, servers).cluster_spec()

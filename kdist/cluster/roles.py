@@ -68,23 +68,14 @@ def number_of(task_type: str, count: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ServerCluster:
-    """A cluster that trains with parameter servers, and this process's task in it.
+    """A cluster that trains with parameter servers, and this process's task in it."""
 
-    Args:
-        task_type: The job of this process. The coordinator has the job "chief", which is the default.
-        task_id: The index of this process within the job.
-        workers: The addresses of the workers, in the order of their indices.
-        servers: The addresses of the parameter servers.
-        chief: The address of the coordinator. It may be `None`, because no task connects to it.
-        rpc_layer: The protocol of TensorFlow's tasks, or `None`.
-    """
-
-    task_type: str
-    task_id: int
-    workers: tuple[str, ...]
+    task_type: str  # the job of this process; "chief" for the coordinator
+    task_id: int  # the index of this process within the job
+    workers: tuple[str, ...]  # the addresses in the order of the indices
     servers: tuple[str, ...]
-    chief: str | None = None
-    rpc_layer: str | None = None
+    chief: str | None = None  # the address of the coordinator, if it is known: no task connects to it
+    rpc_layer: str | None = None  # the protocol of TensorFlow's tasks, or `None`
 
     @property
     def worker_names(self) -> tuple[str, ...]:
@@ -106,28 +97,14 @@ class ServerCluster:
         """The address of this task, or `None` for an evaluator and for a coordinator without an address."""
         if self.task_type == "chief":
             return self.chief
-        return (
-            {"worker": self.workers, "ps": self.servers}[self.task_type][self.task_id]
-            if self.serves
-            else None
-        )
-
-    @property
-    def serves(self) -> bool:
-        """Whether this task executes requests of the coordinator, as workers and parameter servers do."""
-        return self.task_type in ("worker", "ps")
+        tasks = {"worker": self.workers, "ps": self.servers}.get(self.task_type)
+        return tasks[self.task_id] if tasks else None
 
 
 def server_cluster(resolver: Any = None, environ: Mapping[str, str] | None = None) -> ServerCluster:
     """Checks that a cluster can train with parameter servers, and returns its addresses.
 
-    Args:
-        resolver: A resolver of kdist or `tf.distribute.cluster_resolver`. Defaults to `TF_CONFIG`. If it has
-            no task type, this process is the coordinator.
-        environ: The environment variables with `TF_CONFIG`. Defaults to `os.environ`.
-
-    Returns:
-        A `ServerCluster`.
+    The default of `resolver` is `TF_CONFIG`. If it has no task type, this process is the coordinator.
 
     Raises:
         ClusterConfigError: If there is no worker or no server, or a job is unknown or has too many tasks; if
@@ -135,7 +112,7 @@ def server_cluster(resolver: Any = None, environ: Mapping[str, str] | None = Non
 
     Example:
 
-    >>> from kdist.cluster import ClusterSpec, SimpleClusterResolver
+    >>> from kdist.cluster_resolver import ClusterSpec, SimpleClusterResolver
     >>> from kdist.cluster.roles import server_cluster
     >>> spec = ClusterSpec({"worker": ["host1:2222"], "ps": ["host2:2222"]})
     >>> found = server_cluster(SimpleClusterResolver(spec, task_type="ps", task_id=0))
@@ -167,13 +144,13 @@ def server_cluster(resolver: Any = None, environ: Mapping[str, str] | None = Non
     )
 
 
-def coordinator_cluster(resolver: Any = None, environ: Mapping[str, str] | None = None) -> ServerCluster:
+def coordinator_cluster(resolver: Any = None) -> ServerCluster:
     """Like `server_cluster`, but only for the coordinator, because only it can create a strategy.
 
     Raises:
         ClusterConfigError: If `server_cluster` raises it, or this process is not the chief.
     """
-    cluster = server_cluster(resolver, environ)
+    cluster = server_cluster(resolver)
     if cluster.task_type == "evaluator":
         hint = (
             "In the evaluator, create the model without a strategy:\nkdist.SidecarEvaluator(model, …).start()"
@@ -218,7 +195,7 @@ def describe(spec: ClusterSpec, task_type: str, task_id: int) -> str:
 
     Example:
 
-    >>> from kdist.cluster import ClusterSpec
+    >>> from kdist.cluster_resolver import ClusterSpec
     >>> from kdist.cluster.roles import describe
     >>> describe(ClusterSpec({"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["d:1"]}), "ps", 0)
     'ps 0 (d:1) of 1 chief, 2 workers, 1 parameter server'

@@ -28,7 +28,7 @@ class SageMakerClusterResolver(TaskClusterResolver):
 
     Example:
 
-    >>> from kdist.cluster import SageMakerClusterResolver
+    >>> from kdist.cluster_resolver import SageMakerClusterResolver
     >>> resolver = SageMakerClusterResolver(
     ...     environ={"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"})
     >>> resolver.task_id, resolver.cluster_spec()

@@ -33,7 +33,7 @@ class FluxClusterResolver(ProcessClusterResolver):
 
     Example:
 
-    >>> from kdist.cluster import FluxClusterResolver
+    >>> from kdist.cluster_resolver import FluxClusterResolver
     >>> resolver = FluxClusterResolver(environ={
     ...     "FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "0", "FLUX_JOB_NNODES": "2",
     ...     "MASTER_ADDR": "host0", "MASTER_PORT": "2222"})
@@ -66,7 +66,7 @@ class LSFClusterResolver(ProcessClusterResolver):
 
     Example:
 
-    >>> from kdist.cluster import LSFClusterResolver
+    >>> from kdist.cluster_resolver import LSFClusterResolver
     >>> resolver = LSFClusterResolver(environ={
     ...     "JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2", "LSB_JOBID": "1234",
     ...     "LSB_MCPU_HOSTS": "batch1 1 node1 42 node2 42", "MASTER_PORT": "2222"})

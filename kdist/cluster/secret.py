@@ -26,16 +26,10 @@ _MOST_BYTES = 256  # maximum size of the file with the secret
 
 
 def job_secret(addresses: Sequence[str]) -> str:
-    """Returns the secret that all processes of a job share.
+    """Returns the secret that all processes of a job with these addresses share. Do not log it.
 
     This is the value of `KDIST_CLUSTER_TOKEN`. If it is not set and all addresses are loopback addresses, the
     secret comes from a private file of the current user.
-
-    Args:
-        addresses: The addresses of the job's processes, each as `host:port`.
-
-    Returns:
-        The secret, as text. Do not log it.
 
     Raises:
         ClusterConfigError: If `KDIST_CLUSTER_TOKEN` is not set and an address is not a loopback address, or
@@ -114,14 +108,8 @@ def prove(secret: str, purpose: str, role: str, nonces: Sequence[bytes], message
     """Returns the proof that the sender of a message knows the secret.
 
     The proof is an HMAC-SHA256 of the other arguments with the secret as the key. It cannot be replayed on
-    another connection, for another purpose, or to its sender.
-
-    Args:
-        secret: The secret of the job.
-        purpose: The kind of connection.
-        role: The role of the sender, such as "server".
-        nonces: One nonce from each side, always in the same order.
-        message: The bytes that the proof covers.
+    another connection, for another purpose, or to its sender. `nonces` has one nonce from each side, always in
+    the same order. `role` is the role of the sender.
 
     Example:
 

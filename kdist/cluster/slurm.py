@@ -121,7 +121,7 @@ class SlurmClusterResolver(TaskClusterResolver):
 
     Example:
 
-    >>> from kdist.cluster import SlurmClusterResolver
+    >>> from kdist.cluster_resolver import SlurmClusterResolver
     >>> step = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n[1-2]",
     ...         "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
     >>> resolver = SlurmClusterResolver(environ=step)

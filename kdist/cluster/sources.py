@@ -45,10 +45,6 @@ class Source:
     applies: Applies
     resolver: Callable[..., ClusterResolver]
 
-    def make(self, environ: Mapping[str, str]) -> ClusterResolver:
-        """Creates the resolver."""
-        return self.resolver(environ=environ)
-
 
 def _if_set(name: str, then: str = "is set", otherwise: str = "is not set") -> Applies:
     """Returns `applies` for a source that describes a cluster if a variable is not empty."""

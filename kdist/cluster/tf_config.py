@@ -167,7 +167,7 @@ class TFConfigClusterResolver(ClusterResolver):
     Example:
 
     >>> import json
-    >>> from kdist.cluster import TFConfigClusterResolver
+    >>> from kdist.cluster_resolver import TFConfigClusterResolver
     >>> config = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}
     >>> resolver = TFConfigClusterResolver(environ={"TF_CONFIG": json.dumps(config)})
     >>> resolver.task_type, resolver.task_id, resolver.master()
@@ -236,7 +236,7 @@ class VertexClusterResolver(TFConfigClusterResolver):
     Example:
 
     >>> import json
-    >>> from kdist.cluster import VertexClusterResolver
+    >>> from kdist.cluster_resolver import VertexClusterResolver
     >>> spec = {"cluster": {"workerpool0": ["a:2222"], "workerpool1": ["b:2222", "c:2222"]},
     ...         "task": {"type": "workerpool1", "index": 0}, "environment": "cloud"}
     >>> resolver = VertexClusterResolver(environ={"CLUSTER_SPEC": json.dumps(spec)})

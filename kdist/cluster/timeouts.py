@@ -46,28 +46,22 @@ def hang_timeout(environ: Mapping[str, str] | None = None) -> float:
     return _read(HANG_VARIABLE, 600.0, environ)
 
 
-def engine_timeout(environ: Mapping[str, str] | None = None) -> float:
+def engine_timeout() -> float:
     """Returns the default timeout of a collective in the framework, in seconds.
 
     After its timeout, a framework terminates the process without naming the hung worker. kdist names it, so
     its hang timeout must end first. The factor 2 allows a worker to save or compile in between.
     """
-    return max(1800.0, 2 * hang_timeout(environ) + heartbeat_timeout(environ))
+    return max(1800.0, 2 * hang_timeout() + heartbeat_timeout())
 
 
-def join_timeout(environ: Mapping[str, str] | None = None) -> float:
-    """Returns how long workers wait for each other at startup, in seconds.
-
-    Args:
-        environ: The environment variables. Defaults to `os.environ`.
-
-    Returns:
-        The value of `KDIST_JOIN_TIMEOUT`. Defaults to 300.
+def join_timeout() -> float:
+    """Returns how long workers wait for each other at startup, in seconds (default: 300).
 
     Raises:
-        InvalidArgumentError: If the value is not a number of at least 1.
+        InvalidArgumentError: If `KDIST_JOIN_TIMEOUT` is not a number of at least 1.
     """
-    return _read(JOIN_VARIABLE, 300.0, environ)
+    return _read(JOIN_VARIABLE, 300.0, None)
 
 
 def parse_seconds(

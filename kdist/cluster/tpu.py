@@ -60,7 +60,7 @@ class TPUClusterResolver(ProcessClusterResolver):
 
     Example:
 
-    >>> from kdist.cluster import TPUClusterResolver
+    >>> from kdist.cluster_resolver import TPUClusterResolver
     >>> resolver = TPUClusterResolver(environ={
     ...     "TPU_WORKER_HOSTNAMES": "t-0,t-1,t-2,t-3", "TPU_WORKER_ID": "2", "TPU_ACCELERATOR_TYPE": "v4-32"})
     >>> resolver.task_id, resolver.master(), resolver.num_accelerators()

@@ -47,27 +47,16 @@ _GENERATIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class TPUSlice:
-    """A slice of TPUs, as one of its hosts sees it.
+    """A slice of TPUs, as one of its hosts sees it."""
 
-    Args:
-        hosts: The hosts of the slice, in order. A host is repeated if it runs several processes.
-        worker_id: The index of this process in `hosts`.
-        num_slices: The number of slices that train together.
-        slice_id: The index of this slice.
-        first_host: The first host of the first slice.
-        accelerator_type: The type, such as "v4-32". Empty if it is unknown.
-        topology: The chips along each axis, such as "2x2x4". Empty if it is unknown.
-        devices: The number of devices per process, or `None` if it is unknown.
-    """
-
+    # The hosts of the slice, in order. A host is repeated if it runs several processes.
     hosts: tuple[str, ...]
-    worker_id: int
-    num_slices: int
+    worker_id: int  # the index of this process in `hosts`
+    num_slices: int  # the number of slices that train together
     slice_id: int
-    first_host: str
-    accelerator_type: str
-    topology: str
-    devices: int | None
+    first_host: str  # of the first slice
+    topology: str  # the chips along each axis, such as "2x2x4"; empty if it is unknown
+    devices: int | None  # the number of devices per process, or `None` if it is unknown
 
     @property
     def num_workers(self) -> int:
@@ -142,7 +131,6 @@ def read_slice(environ: Mapping[str, str]) -> TPUSlice:
         num_slices,
         slice_id,
         first,
-        kind,
         environ.get("TPU_TOPOLOGY", "").strip(),
         _count_devices(kind, len(hosts), _read_chips(environ)),
     )

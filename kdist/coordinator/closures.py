@@ -67,9 +67,7 @@ class Staleness:
 
     A closure reads variables when it begins, and changes them when it ends. Updates in between make its own
     update stale. They come from closures that already run when it begins, or that begin while it runs.
-
-    Args:
-        most: The maximum staleness, in updates; `None` for no limit. With 0, closures run one after another.
+    The maximum staleness is `most` updates; `None` for no limit. With 0, closures run one after another.
 
     Example:
 
@@ -106,11 +104,7 @@ class Staleness:
 
 
 class Closures:
-    """The pending and running closures of one job, for the threads that drive the workers.
-
-    Args:
-        staleness: Decides when another closure may begin.
-    """
+    """The pending and running closures of one job, for the threads that drive the workers."""
 
     def __init__(self, staleness: Staleness) -> None:
         self._staleness = staleness

@@ -14,8 +14,9 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import keras
 import numpy as np
 
 from kdist import keras_hooks
@@ -32,10 +33,6 @@ from kdist.data.agreement import split_batch
 from kdist.errors import InvalidArgumentError, KdistError, WorkerLostError
 from kdist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from kdist.training.session import session_of
-
-if TYPE_CHECKING:
-    import keras
-
 
 _HINT = (
     "Restart the job, because synchronous training needs all workers. With kdist.callbacks.BackupAndRestore in "

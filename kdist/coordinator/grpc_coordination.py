@@ -8,7 +8,7 @@ import hashlib
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
@@ -25,6 +25,7 @@ from kdist.backends.coordination import (
 )
 from kdist.cluster.roles import ServerCluster
 from kdist.cluster.secret import job_secret
+from kdist.context import StrategyLike
 from kdist.coordinator import shipping
 from kdist.coordinator.closures import Closure, Closures, Recent
 from kdist.coordinator.group import Group
@@ -35,10 +36,6 @@ from kdist.coordinator.served import Home, Record, Served
 from kdist.data.distributed_dataset import DistributedDataset
 from kdist.errors import KdistError, WorkerLostError
 from kdist.strategies.default import get_strategy
-
-if TYPE_CHECKING:
-    from kdist.context import StrategyLike
-
 
 _LOOK = 1.0  # seconds to wait for one task between two checks of all tasks
 _GLANCE = 0.05  # seconds for a running task to answer
@@ -70,17 +67,7 @@ def _dataset(dataset: object) -> DistributedDataset:
 
 
 class GrpcCoordination(Coordination):
-    """Drives each worker from a separate thread.
-
-    Args:
-        strategy: The strategy of the coordinator.
-        engine: The functions of the backend.
-        closures: The closures to run.
-        cluster: The workers and servers.
-        partitioner: Shards variables over the servers.
-        synchronous: Whether all workers share each batch.
-        timeout: Seconds to wait until all workers and servers have joined.
-    """
+    """Drives each worker from a separate thread. Waits `timeout` seconds until all workers and servers have joined."""
 
     def __init__(
         self,

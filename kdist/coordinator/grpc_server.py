@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
 
+from kdist.backends.coordination import Engine
 from kdist.cluster.roles import task_name
 from kdist.coordinator.group import GroupTask
 from kdist.coordinator.rpc import Handler, Message, Peer, Service
 from kdist.coordinator.store import ParameterStore
 from kdist.coordinator.worker import SessionTask, Task
 from kdist.errors import StrategyScopeError
-
-if TYPE_CHECKING:
-    from kdist.backends.coordination import Engine
 
 
 class GrpcServer:

@@ -6,10 +6,11 @@ import warnings
 import zipfile
 import zlib
 from contextlib import ExitStack
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 import h5py
 import keras
+import numpy as np
 
 from kdist import keras_hooks
 from kdist.checkpoint.restoring import restore_weights
@@ -19,9 +20,6 @@ from kdist.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
 )
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 def load(item: Watched, model: keras.Model) -> None:

@@ -6,19 +6,15 @@ import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import keras
 
 from kdist import keras_hooks
+from kdist.context import StrategyLike
 from kdist.coordinator import shipping
 from kdist.coordinator.placement import Placement
 from kdist.coordinator.served import Home, Record, Served
 from kdist.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from kdist.context import StrategyLike
-
 
 NUMBER = "_kdist_number"
 """The attribute of an optimizer with the number by which the servers identify it."""
@@ -33,12 +29,8 @@ class Optimizers:
     give: Callable[[Sequence[keras.Variable]], None]  # moves variables to the servers
 
     def __post_init__(self) -> None:
-        self._numbers: weakref.WeakKeyDictionary[keras.optimizers.Optimizer, int] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._by_number: weakref.WeakValueDictionary[int, keras.optimizers.Optimizer] = (
-            weakref.WeakValueDictionary()
-        )
+        self._numbers = weakref.WeakKeyDictionary[keras.optimizers.Optimizer, int]()
+        self._by_number = weakref.WeakValueDictionary[int, keras.optimizers.Optimizer]()
         self._unused = itertools.count()  # numbers of deleted optimizers are not used again
         self._registered: weakref.WeakSet[keras.optimizers.Optimizer] = weakref.WeakSet()
 

@@ -72,8 +72,7 @@ class Placement:
     def rows_by_shard(self, ids: Sequence[int] | np.ndarray) -> list[Rows]:
         """Groups row numbers by part. Parts without any of the rows are omitted.
 
-        Args:
-            ids: The row numbers: integers, 1-D, in any order, possibly repeated.
+        The numbers are a 1-D array of integers, in any order, possibly repeated.
 
         Raises:
             InvalidArgumentError: If `ids` is not such an array, or a row number is out of range.
@@ -113,16 +112,7 @@ class Placement:
     def join_rows(
         self, found: Sequence[Rows], parts: Sequence[np.ndarray], dtype: str | np.dtype
     ) -> np.ndarray:
-        """Joins rows from several parts in the order of the request.
-
-        Args:
-            found: The result of `rows_by_shard`.
-            parts: One array of rows per entry of `found`, in the order of its `rows`.
-            dtype: The dtype of the rows.
-
-        Returns:
-            An array with one row per requested row number.
-        """
+        """Joins rows in the order of the request. `parts` has one array for each entry of `rows_by_shard`."""
         joined = np.empty((sum(len(one.positions) for one in found), *self.shape[1:]), dtype)
         for one, part in zip(found, parts, strict=True):
             joined[one.positions] = part
@@ -147,16 +137,9 @@ def place(
     """Splits a variable into parts and assigns them to servers, as TensorFlow's strategy does.
 
     The rows are split as evenly as possible, with the larger parts first. There are at most as many parts as
-    rows. Parts are assigned to the servers in turn, across all variables. Scalars and variables without rows
-    are not split, and the partitioner is not called for them.
-
-    Args:
-        shape: The shape of the variable.
-        dtype: The dtype of the variable.
-        partitioner: Called with `shape=` and `dtype=`, and returns the number of parts along each axis. It
-            can be a partitioner of TensorFlow. If `None`, the variable is not split.
-        num_servers: The number of servers.
-        placed: The number of parts that are already placed.
+    rows. Parts are assigned to the servers in turn, across all variables, after `placed` earlier parts. Scalars
+    and variables without rows are not split, and the partitioner is not called for them. It is called with
+    `shape=` and `dtype=`, and returns the number of parts along each axis. It can be a partitioner of TensorFlow.
 
     Raises:
         InvalidArgumentError: If there are no servers, or the partitioner does not return positive integers,

@@ -71,14 +71,7 @@ class PeerLost(WorkerLostError):
 
 
 class Peer:
-    """A connection to another task of the job.
-
-    Args:
-        name: The name of the task in messages, for example "ps 1 (host:port)".
-        address: The `host:port` of the task.
-        secret: The secret of the job.
-        if_lost: A function that returns the hint of the error if the task is lost.
-    """
+    """A connection to another task of the job. If the task is lost, `if_lost` returns the hint of the error."""
 
     def __init__(self, name: str, address: str, secret: str, if_lost: Callable[[], str] = str) -> None:
         self.name = name
@@ -167,8 +160,7 @@ class Peer:
     def watch(self, lost: Callable[[], None]) -> Callable[[], None]:
         """Registers a function that gRPC calls in one of its threads when the task has ended.
 
-        Returns:
-            A function that stops the watch. Keep it, because gRPC ends calls without references.
+        Returns a function that stops the watch. Keep it, because gRPC ends calls without references.
         """
         held = threading.Event()
 
@@ -229,17 +221,10 @@ def _keep_alive() -> tuple[tuple[str, int], ...]:
 
 
 class Service:
-    """A server for calls from other tasks.
-
-    Args:
-        address: The `host:port` that the other tasks connect to.
-        handlers: The methods by name. Each call runs in its own thread.
-        secret: The secret of the job, which callers need.
-    """
+    """A server for calls from other tasks, which need the secret. Each call of a handler runs in its own thread."""
 
     def __init__(self, address: str, handlers: Mapping[str, Handler], secret: str) -> None:
         self._handlers = handlers
-        self._ends = threading.Event()
         module = grpc()
         self._server = module.server(
             DaemonThreads(f"kdist {address}"), options=_SERVER, maximum_concurrent_rpcs=_MOST_CALLS
@@ -258,7 +243,6 @@ class Service:
 
     def stop(self) -> None:
         """Stops the service, and aborts running calls."""
-        self._ends.set()
         self._server.stop(0).wait()
 
     def wait(self) -> None:
@@ -287,8 +271,8 @@ class Service:
         yield from _written(*answer)
 
     def _hold(self, received: Iterable[bytes], context: Any) -> Iterator[bytes]:
-        while not (self._ends.wait(0.5) or not context.is_active()):
-            pass
+        while context.is_active():
+            time.sleep(0.5)
         yield from ()
 
 

@@ -283,10 +283,8 @@ class Served:
     ) -> Iterator[tuple[int, list[str], list[np.ndarray]]]:
         """Splits a gradient. Yields the server of each part, its key and kind, and its arrays.
 
-        Args:
-            record: The record of the variable.
-            values: The gradient of all rows, or of the rows in `rows`.
-            rows: The row numbers, without repetitions. Negative numbers are ignored. `None` means all rows.
+        `rows` are the row numbers of the values, without repetitions; `None` for all rows. Negative numbers are
+        ignored.
         """
         placement, keys = record.home.placement, record.home.keys_to_read()
         if rows is None:

@@ -14,9 +14,10 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import cloudpickle
+import keras
 import numpy as np
 
 from kdist import keras_hooks
@@ -24,10 +25,6 @@ from kdist.arrays import rows
 from kdist.backends.coordination import on_worker
 from kdist.coordinator.rpc import Message
 from kdist.errors import InvalidArgumentError, KdistError
-
-if TYPE_CHECKING:
-    import keras
-
 
 _DEEP = 100_000  # calls, because the depth of a pickle grows with the number of layers
 _STACK = 512 << 20  # bytes, which the system allocates only when they are used
@@ -55,11 +52,9 @@ def own_value_here(number: int) -> object:
 
 
 class Pickler(cloudpickle.Pickler):
-    """Pickles objects for other tasks of the job.
+    """Pickles objects for other tasks of the job, which replace `strategy` with their own strategy.
 
-    Args:
-        strategy: The strategy, which the receiver replaces with its own strategy.
-        reduce: Returns the reduced form of special objects, and `NotImplemented` for other objects.
+    `reduce` returns the reduced form of special objects, and `NotImplemented` for other objects.
     """
 
     def __init__(self, file: IO[bytes], strategy: object, reduce: Callable[[object], object]) -> None:
@@ -69,8 +64,6 @@ class Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: object) -> object:
         """Returns the reduced form of an object."""
-        import keras
-
         if obj is self._strategy:
             return strategy_here, ()
         if (found := self._reduce(obj)) is not NotImplemented:
@@ -124,9 +117,7 @@ def dumps(
 def loads(data: np.ndarray, task: object) -> Any:
     """Unpickles a value from `dumps`.
 
-    Args:
-        data: The pickle.
-        task: This task, with the `variable(number, spec)`, `strategy`, `own_values` and `index` to use.
+    It uses the `variable(number, spec)`, the `strategy`, the `own_values` and the `index` of `task`.
     """
 
     def load() -> object:
@@ -193,7 +184,6 @@ def load_error(data: np.ndarray, worker: str) -> BaseException:
 
 def to_host(structure: object) -> Any:
     """Returns a structure with its tensors and variables as NumPy arrays. Other values stay as they are."""
-    import keras
 
     def host(leaf: object) -> object:
         return (

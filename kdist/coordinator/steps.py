@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import keras
 
 from kdist import keras_hooks
 from kdist.arrays import rows
@@ -12,20 +14,11 @@ from kdist.backends import get_backend
 from kdist.backends.contract import ReplicaBatches, Runtime, StepFunction
 from kdist.backends.coordination import Coordination, PerWorkerValues
 
-if TYPE_CHECKING:
-    import keras
-
-
 _AHEAD = 2  # pending and running steps per worker, so that a worker always finds its next step
 
 
 class ScheduledSteps(StepFunction):
-    """Schedules the training steps of a model.
-
-    Args:
-        coordination: The workers and servers. Its `schedule` accepts a callback for the result of a step.
-        model: The model.
-    """
+    """Schedules the training steps of a model."""
 
     def __init__(self, coordination: Coordination, model: keras.Model) -> None:
         self._coordination = coordination
@@ -82,13 +75,7 @@ class TrainStep:
 
 
 class CoordinatorRuntime:
-    """The runtime of the coordinator's device, except that workers train and servers hold the variables.
-
-    Args:
-        runtime: The runtime of the device.
-        coordination: The workers and servers.
-        steps: Creates the step function that trains a model.
-    """
+    """The runtime of the coordinator's device, except that workers train and servers hold the variables."""
 
     takes_variables = True
 

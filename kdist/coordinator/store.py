@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import keras
 import numpy as np
 
 from kdist import keras_hooks
@@ -15,10 +16,6 @@ from kdist.arrays.rows import to_host
 from kdist.backends.coordination import Engine
 from kdist.coordinator import shipping
 from kdist.coordinator.rpc import Message
-
-if TYPE_CHECKING:
-    import keras
-
 
 _OK: Message = ({}, ())
 

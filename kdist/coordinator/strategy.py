@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kdist.backends import get_backend
 from kdist.backends.coordination import Coordination
@@ -13,11 +13,9 @@ from kdist.cluster.roles import coordinator_cluster, number_of
 from kdist.coordinator.closures import Closures, Staleness
 from kdist.errors import InvalidArgumentError
 from kdist.strategies.description import Description
+from kdist.strategies.running import RunOptions
 from kdist.strategies.strategy import Strategy
 from kdist.topology import Topology
-
-if TYPE_CHECKING:
-    from kdist.strategies.running import RunOptions
 
 
 class ParameterServerStrategy(Strategy):

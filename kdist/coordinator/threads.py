@@ -16,9 +16,6 @@ class DaemonThreads(Executor):
     """Runs each concurrent call in its own daemon thread.
 
     With a `ThreadPoolExecutor`, a process that contains a coordinator and its servers would never exit.
-
-    Args:
-        name: The name of the threads.
     """
 
     def __init__(self, name: str) -> None:

@@ -7,8 +7,9 @@ import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import keras
 import numpy as np
 
 from kdist import keras_hooks
@@ -21,23 +22,17 @@ from kdist.coordinator.optimizers import NUMBER
 from kdist.coordinator.rpc import Message, Peer, PeerLost
 from kdist.coordinator.served import Home, Record, Served
 from kdist.errors import StrategyScopeError
+from kdist.strategies.running import RunOptions
 from kdist.strategies.strategy import Strategy
 from kdist.topology import Topology
-
-if TYPE_CHECKING:
-    import keras
-
-    from kdist.strategies.running import RunOptions
-    from kdist.values import Tensor
+from kdist.values import Tensor
 
 
 class NotBuilt(BaseException):
-    """An optimizer is not built yet. The coordinator builds it, and the closure runs again."""
+    """An optimizer is not built yet. The arguments are its number and the numbers of the variables that it trains.
 
-    def __init__(self, optimizer: int, variables: Sequence[int]) -> None:
-        super().__init__(optimizer, variables)
-        self.optimizer = optimizer
-        self.variables = list(variables)
+    The coordinator builds it, and the closure runs again.
+    """
 
 
 class WorkerStrategy(Strategy):
@@ -211,7 +206,7 @@ class Task(SessionTask):
                     known[1] = self.served.touched
                 return {}, [shipping.dumps(shipping.to_host(result), self.strategy)]
             except NotBuilt as missing:
-                return {"build": [missing.optimizer, missing.variables]}, ()
+                return {"build": missing.args}, ()
             except PeerLost as lost:
                 return {"lost": str(lost)}, ()
 

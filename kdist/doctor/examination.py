@@ -38,29 +38,19 @@ _HINTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The options of the checks.
+    """The options of the checks."""
 
-    Args:
-        timeout: The limit for all checks together, in seconds.
-        shared: A directory that should be shared by all workers.
-        started_by: How the workers were started, for the title. Defaults to the source of the cluster.
-        trains: Whether to compare one training step of a small model with one device.
-        expected: The result on one device. `None` on workers that do not compare.
-    """
-
-    timeout: float
-    shared: str | None = None
-    started_by: str | None = None
-    trains: bool = False
-    expected: Training | None = None
+    timeout: float  # for all checks together, in seconds
+    shared: str | None = None  # a directory that should be shared by all workers
+    started_by: str | None = None  # for the title; by default the source of the cluster
+    trains: bool = False  # whether to compare one training step of a small model with one device
+    expected: Training | None = None  # the result on one device; `None` on workers that do not compare
 
 
 def examine(options: Options, deliver: Callable[[Report], None]) -> Report:
     """Checks this process and, together with the other workers, its cluster.
 
-    Args:
-        options: The options of the checks.
-        deliver: Called once with the report, at the end or at the timeout. At a timeout, the process exits.
+    Calls `deliver` once with the report, at the end or at the timeout. At a timeout, the process exits.
     """
     ends = time.monotonic() + options.timeout
     report = Report()

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import platform
+import shutil
 import socket
 import sys
 import threading
@@ -33,51 +34,29 @@ _RESOLVING = 5.0  # seconds for all names; a name server that does not respond t
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """The facts about one worker, as JSON values that workers can exchange.
+    """The facts about one worker, as JSON values that workers can exchange."""
 
-    Args:
-        name: The name of the worker for messages.
-        host: The host name of its machine.
-        python: The version of Python.
-        executable: The path of the Python interpreter.
-        versions: The version of each package, or "not installed".
-        backend: The Keras backend, and the reason for this choice.
-        sources: Each source with variables that are set: its name, its result, and whether kdist uses it.
-        resolved: The IP address of each host in the cluster.
-        unresolved: The hosts that could not be resolved, and the reasons.
-        address: The address at which the worker should listen. Empty if it is unknown.
-        port: The reason why it cannot listen there. Empty if it can.
-        cores: The cores that it may use. `mpirun` and Slurm assign separate cores to each worker.
-        threads: The number of threads that compute.
-        open_files: The maximum number of open files, or -1 if it is unlimited or unknown.
-        shared_memory: The size of /dev/shm in bytes, or -1 if it does not exist.
-        gpus: The number of GPUs that the process may use.
-        token: A fingerprint of the job's secret. Empty if there is no secret.
-        import_error: The reason why Keras or the framework cannot be imported.
-        devices: The devices of the framework, one entry per replica.
-        accelerators: The number of these devices that are not CPUs.
-    """
-
-    name: str
-    host: str
-    python: str
-    executable: str
-    versions: dict[str, str]
-    backend: tuple[str, str]
+    name: str  # for messages
+    host: str  # of its machine
+    python: str  # the version
+    executable: str  # of Python
+    versions: dict[str, str]  # the version of each package, or "not installed"
+    backend: tuple[str, str]  # the Keras backend, and the reason for this choice
+    # For each source with variables that are set: its name, its result, and whether kdist uses it.
     sources: list[tuple[str, str, bool]]
-    resolved: dict[str, str]
-    unresolved: dict[str, str]
-    address: str
-    port: str
-    cores: list[int]
-    threads: int
-    open_files: int
-    shared_memory: int
-    gpus: int
-    token: str
-    import_error: str = ""
-    devices: tuple[str, ...] = ()
-    accelerators: int = 0
+    resolved: dict[str, str]  # the IP address of each host in the cluster
+    unresolved: dict[str, str]  # the hosts that could not be resolved, and the reasons
+    address: str  # at which the worker should listen; empty if it is unknown
+    port: str  # the reason why it cannot listen there; empty if it can
+    cores: list[int]  # that it may use; `mpirun` and Slurm assign separate cores to each worker
+    threads: int  # that compute
+    open_files: int  # the maximum number of open files, or -1 if it is unlimited or unknown
+    shared_memory: int  # the size of /dev/shm in bytes, or -1 if it does not exist
+    gpus: int  # that the process may use
+    token: str  # a fingerprint of the job's secret; empty if there is no secret
+    import_error: str = ""  # the reason why Keras or the framework cannot be imported
+    devices: tuple[str, ...] = ()  # the devices of the framework, one entry per replica
+    accelerators: int = 0  # the number of these devices that are not CPUs
 
     def of_another(self, text: str) -> Facts:
         """Parses the facts of another worker. Fields that its version of kdist lacks keep their values."""
@@ -177,8 +156,6 @@ def _open_files() -> int:
 
 
 def _shared_memory() -> int:
-    import shutil
-
     with contextlib.suppress(OSError):
         return shutil.disk_usage("/dev/shm").total
     return -1

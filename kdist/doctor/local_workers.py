@@ -54,10 +54,7 @@ def hidden_gpus(num_workers: int, environ: Mapping[str, str] | None = None) -> d
 def one_device(backend: str | None, timeout: float, hidden: Mapping[str, str]) -> Training:
     """Trains the small model for one step on one device, in a separate process.
 
-    Args:
-        backend: The Keras backend.
-        timeout: The time limit, in seconds.
-        hidden: Environment variables that hide the GPUs, if the workers do not use GPUs either.
+    `hidden` are variables that hide the GPUs, if the workers do not use GPUs either.
 
     Raises:
         LaunchError: If the training fails.

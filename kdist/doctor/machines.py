@@ -135,11 +135,7 @@ def _limits(everyone: Sequence[Facts]) -> Iterator[Line]:
 
 
 def judge_clocks(offsets: Sequence[tuple[float, float]]) -> Line:
-    """Returns the report line for the differences between the clocks.
-
-    Args:
-        offsets: For each worker, the seconds by which its clock is ahead of this one, and the uncertainty.
-    """
+    """Returns the report line for the seconds by which each worker's clock is ahead, and their uncertainties."""
     far = {i: offset for i, (offset, doubt) in enumerate(offsets) if abs(offset) - doubt > _MOST_OFFSET}
     if far:
         wrong = [f"worker {i} is {abs(s):.1f} s {'ahead' if s > 0 else 'behind'}" for i, s in far.items()]
@@ -161,13 +157,7 @@ def judge_shared(folder: str, problems: Sequence[str]) -> Line:
 
 
 def judge_all_reduce(times: Sequence[float], num_bytes: int, is_right: bool) -> Line:
-    """Returns the report line for the all-reduce.
-
-    Args:
-        times: The times in seconds for a single number and for a large array.
-        num_bytes: The size of the large array, in bytes.
-        is_right: Whether the sums were correct.
-    """
+    """Returns the report line for the times of a single number and of an array of `num_bytes`, in seconds."""
     small, large = times
     says = (
         f"{small * 1000:.1f} ms for one number, {large * 1000:.0f} ms for {num_bytes >> 20} MB "

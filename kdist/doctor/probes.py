@@ -105,8 +105,7 @@ def _torn(path: Path) -> str:
 def all_reduce_times(strategy: Any) -> tuple[list[float], int, bool]:
     """Runs an all-reduce of a single number and of a large array over all replicas.
 
-    Returns:
-        Both times in seconds, the size of the large array in bytes, and whether the sums were correct.
+    Returns both times in seconds, the bytes of the large array, and whether the sums were correct.
     """
     import keras
     import numpy as np

@@ -16,21 +16,13 @@ _MARGIN = 20
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """The result of one check.
+    """The result of one check."""
 
-    Args:
-        status: "ok", "warn" if it costs time or causes surprises later, or "FAIL" if the job cannot work.
-        check: The name of the check, in one or two words.
-        says: The result.
-        remedy: The advice for a fix.
-        command: The command for the fix, if there is one to paste.
-    """
-
-    status: str
-    check: str
+    status: str  # "ok", "warn" if it costs time or causes surprises later, or "FAIL" if the job cannot work
+    check: str  # its name, in one or two words
     says: str
     remedy: str = ""
-    command: str = ""
+    command: str = ""  # the command for the fix, if there is one to paste
 
     def text(self) -> str:
         """Returns the printed line, with the advice below it."""
@@ -49,17 +41,11 @@ class Line:
 
 @dataclasses.dataclass
 class Report:
-    """The results of all checks.
+    """The results of all checks."""
 
-    Args:
-        title: The workers that were checked.
-        lines: The results.
-        joined: Whether the results cover all workers. Otherwise, they cover only one.
-    """
-
-    title: str = ""
+    title: str = ""  # the workers that were checked
     lines: list[Line] = dataclasses.field(default_factory=list)
-    joined: bool = False
+    joined: bool = False  # whether the results cover all workers, not only one
 
     @property
     def failed(self) -> list[Line]:

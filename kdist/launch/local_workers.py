@@ -53,13 +53,8 @@ def run_plan(
 ) -> Ending:
     """Runs a packed call in the workers of a plan. All their processes have ended when it returns.
 
-    Args:
-        plan: The plan of the workers.
-        payload: The call, from `shipping.pack_call`.
-        out: Receives the stdout of the workers.
-        err: Receives the stderr of the workers.
-        timeout: The time limit in seconds.
-        prefixed: Whether each line of output starts with the name of the worker.
+    The payload comes from `shipping.pack_call`. If `prefixed` is true, each line of output starts with the
+    worker's name.
     """
     with tempfile.TemporaryDirectory(prefix="kdist-") as folder:
         path = os.path.join(folder, "function")

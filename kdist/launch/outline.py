@@ -16,14 +16,9 @@ _ORDER = ("chief", "worker", "ps", "evaluator")
 
 
 def line(plan: JobPlan, num_workers: str | int, num_hosts: int = 1) -> str:
-    """Returns a one-line summary of a plan, without importing a framework.
+    """Returns a one-line summary of this machine's plan, without importing a framework.
 
     It does not name the backend, because the script can choose another one than the environment.
-
-    Args:
-        plan: The plan of this machine.
-        num_workers: The requested number of workers, or "auto".
-        num_hosts: The number of machines.
 
     Example:
 
@@ -73,18 +68,19 @@ def left_idle(plan: JobPlan, environ: Mapping[str, str] | None = None) -> str:
     )
 
 
-def details(plan: JobPlan, command: Sequence[str], environ: Mapping[str, str] | None = None) -> str:
+def details(plan: JobPlan, command: Sequence[str]) -> str:
     """Returns the command, and the address, devices, threads and variables of each task.
 
     Variables are quoted for the shell. A job secret that the launcher has generated is not shown.
     """
-    inherited = os.environ if environ is None else environ
     lines = [f"command: {shlex.join(command)}"]
     for task in plan.workers:
         threads = task.environ.get(THREADS[0], "")
         share = f"{threads} thread{'s' * (threads != '1')}"
         lines.append(f"{task.full_name}: {_devices(task)}, {share}")
-        told = {name: value for name, value in task.environ.items() if inherited.get(name) != value and value}
+        told = {
+            name: value for name, value in task.environ.items() if os.environ.get(name) != value and value
+        }
         if TOKEN_VARIABLE in told:
             told[TOKEN_VARIABLE] = "(generated for each job)"
         lines += [f"  {name}={shlex.quote(value)}" for name, value in sorted(told.items())]

@@ -91,16 +91,11 @@ def sinks() -> tuple[Sink, Sink]:
 
 
 class LineStream:
-    """One output stream of one worker.
+    """One output stream of one worker, with `prefix` before each line; `None` passes all output through unchanged.
 
-    Whole lines are written immediately. A partial line (a prompt, or a redrawn progress bar) is shown live
-    on a terminal if `eager` is set, otherwise after one second. If the output is not a terminal, only the
-    last state of a redrawn line is kept. Colors are removed there, and if `NO_COLOR` is set.
-
-    Args:
-        sink: The destination.
-        prefix: The text before each line; `None` to pass all output through unchanged.
-        eager: Whether partial lines are shown immediately.
+    Whole lines are written immediately. A partial line (a prompt, or a redrawn progress bar) is shown live on a
+    terminal if `eager` is set, otherwise after one second. If the output is not a terminal, only the last state
+    of a redrawn line is kept. Colors are removed there, and if `NO_COLOR` is set.
     """
 
     def __init__(self, sink: Sink, prefix: str | None, eager: bool = False) -> None:

@@ -136,20 +136,13 @@ def plan_job(
     """Plans the tasks of this machine, and reserves their ports until `release_ports`.
 
     Without parameter servers, the tasks are workers. With parameter servers, they are the coordinator, the
-    workers and the servers, in this order. The evaluator is last, on the first machine. It is not in the
-    cluster of `TF_CONFIG`, because no task connects to it.
+    workers and the servers, in this order. The evaluator is last, on the first machine. It is not in the cluster
+    of `TF_CONFIG`, because no task connects to it.
 
-    Args:
-        local_workers: The number of workers per machine.
-        num_ps: The number of parameter servers, which require a job on one machine.
-        evaluator: Whether the job has an evaluator.
-        hosts: One `host:port` per machine, in the same order on each machine. Worker `j` of a machine listens
-            at its port plus `j`. If empty, the job uses one machine and only its loopback interface.
-        host_index: The index of this machine in `hosts`.
-        backend: The value of `KERAS_BACKEND`; `None` to keep the inherited value.
-        environ: The environment that the tasks inherit; by default the environment of this process.
-        extra: Additional variables for all tasks, which override all others.
-        creates_secret: Whether to create a secret for the job, if it has none and uses one machine.
+    `hosts` has one `host:port` per machine, in the same order on each machine. Worker `j` of a machine listens at
+    its port plus `j`. Without `hosts`, the job uses one machine and only its loopback interface. The tasks
+    inherit `environ`, by default the environment of this process. The variables in `extra` override all others.
+    If `creates_secret` is true, a job on one machine gets a secret, unless it has a secret.
 
     Raises:
         InvalidArgumentError: If `host_index` is out of range, or the ports of two hosts overlap.

@@ -50,13 +50,7 @@ def worker_command(module: str, *arguments: str) -> list[str]:
 def pack_call(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], path: Sequence[str] | None
 ) -> bytes:
-    """Pickles a call for `perform` in another process.
-
-    Args:
-        fn: The function.
-        args: The positional arguments.
-        kwargs: The keyword arguments.
-        path: The `sys.path` for the other process; `None` to keep its own path.
+    """Pickles a call for `perform` in another process. `path` is its `sys.path`; `None` to keep its own path.
 
     Raises:
         InvalidArgumentError: If the function or an argument cannot be pickled.

@@ -64,9 +64,8 @@ class Supervisor:
     err: Sink  # receives the messages of the supervisor
     grace: float = 5.0  # seconds for tasks to exit after a signal to the launcher was passed on to them
     timeout: float | None = None  # the time limit of the job in seconds
-    whole_tree: bool = (
-        False  # all descendants of this process belong to the job, because it runs no user code
-    )
+    # All descendants of this process belong to the job, because it runs no user code.
+    whole_tree: bool = False
     policy: Policy = dataclasses.field(default_factory=Policy)  # the reaction to the exits of helpers
 
     def __post_init__(self) -> None:

@@ -22,34 +22,22 @@ from kdist.version import __version__
 
 @dataclass(frozen=True)
 class Plan:
-    """The options of a measurement.
+    """The options of a measurement."""
 
-    Args:
-        model: "module:function", or `None` for the small built-in network.
-        backend: The Keras backend, or `None` for the default of the environment.
-        batch_size: The number of rows in a global batch.
-        steps: The number of steps per round.
-        rounds: The number of rounds, of which kdist reports the median.
-    """
-
-    model: str | None = None
-    backend: str | None = None
-    batch_size: int = 256
-    steps: int = 20
-    rounds: int = 5
+    model: str | None = None  # "module:function", or `None` for the small built-in network
+    backend: str | None = None  # the Keras backend, or `None` for the default of the environment
+    batch_size: int = 256  # rows of a global batch
+    steps: int = 20  # per round
+    rounds: int = 5  # kdist reports their median
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The results for one number of workers.
+    """The results for one number of workers."""
 
-    Args:
-        about: Facts from the chief: the backend, the device, whether compiled programs include the exchange.
-        rounds: The totals of each worker in each round.
-    """
-
+    # Facts from the chief: the backend, the device, whether compiled programs include the exchange.
     about: dict[str, Any]
-    rounds: Sequence[Sequence[Totals]]
+    rounds: Sequence[Sequence[Totals]]  # the totals of each worker in each round
 
     @classmethod
     def of(cls, results: Sequence[dict[str, Any]]) -> Measured:

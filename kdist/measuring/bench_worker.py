@@ -65,10 +65,8 @@ def made_up(model: Any, rows: int) -> tuple[Any, Any]:
             return random.randint(0, tensor.shape[-1], (rows, *tensor.shape[1:-1]))
         return draw(tensor, 2)
 
-    inputs, outputs = (
-        [draw(tensor, 2) for tensor in model.inputs],
-        [targets(tensor) for tensor in model.outputs],
-    )
+    inputs = [draw(tensor, 2) for tensor in model.inputs]
+    outputs = [targets(tensor) for tensor in model.outputs]
     return tuple(found[0] if len(found) == 1 else found for found in (inputs, outputs))  # type: ignore[return-value]
 
 

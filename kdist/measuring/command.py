@@ -99,10 +99,8 @@ def _bench(options: argparse.Namespace) -> int:
     named = options.num_workers.split(",")
     numbers = sorted({whole_number("--num-workers", text.strip(), 1) for text in named})
     batch_size = whole_number("--batch-size", options.batch_size, 1)
-    steps, rounds = (
-        whole_number("--steps", options.steps, 1),
-        whole_number("--rounds", options.rounds, 1),
-    )
+    steps = whole_number("--steps", options.steps, 1)
+    rounds = whole_number("--rounds", options.rounds, 1)
     plan = bench.Plan(options.model, options.backend, batch_size, steps, rounds)
     backend = options.backend or environment.keras_backend_name()
     contenders = read_contenders(options.compare, backend, batch_size, numbers)

@@ -23,19 +23,12 @@ CHOICES = tuple(CONTENDERS)[1:]  # without kdist
 
 @dataclass(frozen=True)
 class Compared:
-    """The results of a contender for one number of workers.
+    """The results of a contender for one number of workers."""
 
-    Args:
-        name: A key of `CONTENDERS`.
-        num_workers: The number of workers; 0 for plain Keras, which trains on one device.
-        seconds: The seconds of each round.
-        loss: The loss of the last round, to check that all contenders train the same model.
-    """
-
-    name: str
-    num_workers: int
-    seconds: Sequence[float]
-    loss: float
+    name: str  # a key of `CONTENDERS`
+    num_workers: int  # 0 for plain Keras, which trains on one device
+    seconds: Sequence[float]  # of each round
+    loss: float  # of the last round, to check that all contenders train the same model
 
 
 def read_contenders(text: str, backend: str, batch_size: int, numbers: Sequence[int]) -> list[str]:

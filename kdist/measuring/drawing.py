@@ -78,36 +78,22 @@ th:first-child, td:first-child {{ text-align: left; padding-left: 0; }}
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of a report.
-
-    Args:
-        title: The subject of the chart.
-        note: An explanation of how to read the chart.
-        draw: A function that draws the chart on matplotlib axes.
-    """
+    """A chart of a report."""
 
     title: str
-    note: str
-    draw: Callable[[Any], None]
+    note: str  # how to read the chart
+    draw: Callable[[Any], None]  # on matplotlib axes
 
 
 @dataclass(frozen=True)
 class Report:
-    """A table and charts with a title.
-
-    Args:
-        title: The title of the report.
-        lead: A summary in one or two sentences.
-        table: The rows of the table, as text. The first row is the header.
-        charts: The charts of the report.
-        second: The rows of another table, or none.
-    """
+    """A table and charts with a title."""
 
     title: str
-    lead: str
-    table: Sequence[Sequence[str]]
+    lead: str  # a summary in one or two sentences
+    table: Sequence[Sequence[str]]  # rows of text; the first row is the header
     charts: Sequence[Chart]
-    second: Sequence[Sequence[str]] = ()
+    second: Sequence[Sequence[str]] = ()  # another table, or none
 
 
 def check_output(path: str) -> None:

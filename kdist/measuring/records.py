@@ -17,21 +17,14 @@ _FILE = re.compile(r"worker-(\d+)\.jsonl")
 
 @dataclass(frozen=True)
 class Record:
-    """The activities of one worker since its last record.
+    """The activities of one worker since its last record."""
 
-    Args:
-        epoch: The epoch, from 1.
-        step: The last step of the record within the epoch, from 1.
-        totals: The times of the activities.
-        logs: The loss and the metrics after that step; at the end of an epoch, also validation metrics.
-        ends_epoch: Whether this is the last record of the epoch.
-    """
-
-    epoch: int
-    step: int
+    epoch: int  # from 1
+    step: int  # the last step within the epoch, from 1
     totals: Totals
+    # The loss and the metrics after that step; at the end of an epoch, also validation metrics.
     logs: dict[str, Any]
-    ends_epoch: bool
+    ends_epoch: bool  # whether this is the last record of the epoch
 
     @property
     def place(self) -> tuple[int, int, bool]:
@@ -41,16 +34,12 @@ class Record:
 
 @dataclass
 class WorkerLog:
-    """The records of one worker.
+    """The records of one worker."""
 
-    Args:
-        worker: The index of the worker.
-        starts: The description that the worker wrote at each start.
-        records: The records in the order of training. For repeated steps, only the last records.
-    """
-
-    worker: int
+    worker: int  # its index
+    # The description that the worker wrote at each start.
     starts: list[dict[str, Any]] = field(default_factory=list)
+    # In the order of training. For repeated steps, only the last records.
     records: list[Record] = field(default_factory=list)
 
     @property

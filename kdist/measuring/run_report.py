@@ -39,7 +39,8 @@ def read_report(folder: str) -> Report:
 
 
 def _read_report(folder: str) -> Report:
-    traces = [path for path in (folder, os.path.join(folder, "trace")) if _has_traces(path)]
+    folders = filter(os.path.isdir, (folder, os.path.join(folder, "trace")))
+    traces = [path for path in folders if merging.files_in(path)]
     for path in traces:
         with contextlib.suppress(OSError):  # the directory may be read-only
             merging.merge(path)
@@ -48,10 +49,6 @@ def _read_report(folder: str) -> Report:
         return Report(folder, "This run has a trace, but no records of kdist.callbacks.RunLog.", (), charts)
     run = records.read_run(folder)
     return Report(folder, _lead(run), _table(run), [*_charts(run), *charts])
-
-
-def _has_traces(folder: str) -> bool:
-    return os.path.isdir(folder) and bool(merging.files_in(folder))
 
 
 def _lead(run: Run) -> str:
@@ -122,11 +119,6 @@ def _charts(run: Run) -> list[Chart]:
     ]
 
 
-def _label_workers(axes: Any, run: Run, extra: int = 0) -> None:
-    if len(run.workers) + extra > 1:
-        axes.legend(ncols=2, loc="best")
-
-
 def _draw_losses(run: Run, axes: Any) -> None:
     before = run.positions()
     for number, log in enumerate(run.workers):
@@ -139,7 +131,8 @@ def _draw_losses(run: Run, axes: Any) -> None:
         points = [(before[r.epoch] + r.step, r.logs["val_loss"]) for r in ends]
         _line(axes, points, GREY, "validation", marker="o", linestyle="--", markersize=4)
     axes.set(xlabel="step", ylabel="loss")
-    _label_workers(axes, run, len(ends))
+    if len(run.workers) + len(ends) > 1:
+        axes.legend(ncols=2, loc="best")
 
 
 def _draw_steps(run: Run, axes: Any) -> None:

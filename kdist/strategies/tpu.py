@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from kdist import unsupported
 from kdist.backends import get_backend
-from kdist.cluster import ClusterResolver, TPUClusterResolver
+from kdist.cluster import ClusterResolver
+from kdist.cluster.tpu import TPUClusterResolver
 from kdist.errors import DeviceError, InvalidArgumentError
 from kdist.strategies.places import find_workers
 from kdist.strategies.strategy import Strategy

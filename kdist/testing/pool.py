@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from kdist.cluster.keras_backends import check_backend
 from kdist.errors import InvalidArgumentError, LaunchError, WorkerTimeoutError
@@ -41,20 +41,12 @@ class PoolTimeoutError(WorkerTimeoutError):
     """A worker of a `WorkerPool` did not answer in time; the message shows the stacks of such workers."""
 
 
-class Process(Protocol):
-    """The parts of a worker's process that a pool uses."""
-
-    pid: int
-
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-
 class _Member:
     """The test's side of one worker."""
 
-    def __init__(self, name: str, environ: Mapping[str, str], start: Callable[..., Process]) -> None:
+    def __init__(
+        self, name: str, environ: Mapping[str, str], start: Callable[..., subprocess.Popen[bytes]]
+    ) -> None:
         self.name = name
         self.errors: IO[bytes] = tempfile.TemporaryFile(prefix="kdist-")  # noqa: SIM115  # closed with the worker
         self.connection, theirs = socket.socketpair()
@@ -166,7 +158,9 @@ class WorkerPool:
             self.close()
             raise
 
-    def _start(self, environ: Mapping[str, str], output: IO[bytes], connection: int) -> Process:
+    def _start(
+        self, environ: Mapping[str, str], output: IO[bytes], connection: int
+    ) -> subprocess.Popen[bytes]:
         """Starts a worker that reads calls from a connection. kdist's own tests override this method."""
         command = shipping.worker_command("kdist.testing.pool_worker", str(connection))
         return subprocess.Popen(

@@ -20,11 +20,7 @@ _HEADER = struct.Struct("!Q")
 
 
 def main(argv: Sequence[str]) -> None:
-    """Answers the calls of the pool.
-
-    Args:
-        argv: The file descriptor of the connection to the test.
-    """
+    """Answers the calls of the pool. `argv` contains the file descriptor of the connection to the test."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     # Only the test handles Ctrl-C in its terminal, and terminates the pool.

@@ -7,7 +7,7 @@ import zlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kdist.checkpoint.checksums import crc32
+from kdist.checkpoint.index import crc32
 from tests.helpers.scripts import run_python
 
 
@@ -19,5 +19,5 @@ def test_sums_are_those_of_zlib(first, second, before):
 
 def test_without_isal():
     blocked = "import sys; sys.modules['isal'] = None"
-    code = f"{blocked}; from kdist.checkpoint import checksums; print(checksums.crc32(b'kdist'))"
+    code = f"{blocked}; from kdist.checkpoint import index; print(index.crc32(b'kdist'))"
     assert int(run_python("-c", code).stdout) == zlib.crc32(b"kdist") == crc32(b"kdist")

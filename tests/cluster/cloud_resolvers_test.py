@@ -11,13 +11,8 @@ from types import SimpleNamespace as Object
 
 import pytest
 
-from kdist.cluster import (
-    GCEClusterResolver,
-    KubernetesClusterResolver,
-    KubernetesExecutableLocation,
-    cloud,
-    discover,
-)
+from kdist.cluster import cloud, discover
+from kdist.cluster_resolver import GCEClusterResolver, KubernetesClusterResolver, KubernetesExecutableLocation
 from kdist.errors import ClusterConfigError, InvalidArgumentError
 
 

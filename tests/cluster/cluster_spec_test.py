@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kdist.cluster import ClusterSpec, SimpleClusterResolver, UnionResolver
+from kdist.cluster import ClusterSpec, SimpleClusterResolver
+from kdist.cluster_resolver import UnionResolver
 from kdist.errors import ClusterConfigError
 
 SPEC = ClusterSpec({"chief": ["c:1"], "worker": {0: "a:1", 2: "b:1"}, "ps": []})

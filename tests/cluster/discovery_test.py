@@ -6,16 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kdist.cluster import (
-    ClusterResolver,
-    ClusterSpec,
-    KerasClusterResolver,
-    MPIClusterResolver,
-    SimpleClusterResolver,
-    TorchrunClusterResolver,
-    discover,
-    survey,
-)
+from kdist.cluster import ClusterResolver, ClusterSpec, SimpleClusterResolver, discover, survey
+from kdist.cluster_resolver import KerasClusterResolver, MPIClusterResolver, TorchrunClusterResolver
 from kdist.errors import ClusterConfigError
 
 TF_CONFIG = {

@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from kdist.cluster import SlurmClusterResolver, discover, environment, may_have_gpus, own_gpus, visible_gpus
+from kdist.cluster import discover, environment, may_have_gpus, own_gpus, visible_gpus
+from kdist.cluster_resolver import SlurmClusterResolver
 from kdist.launch.plan import plan_job
 
 WORKERS = 4

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from kdist.cluster import TPUClusterResolver
 from kdist.cluster.metadata_server import fetch_metadata
+from kdist.cluster_resolver import TPUClusterResolver
 
 
 @contextlib.contextmanager

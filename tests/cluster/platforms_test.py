@@ -10,15 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kdist.cluster import (
+from kdist.cluster import discover, survey
+from kdist.cluster.sources import SOURCES
+from kdist.cluster_resolver import (
     IndexedJobClusterResolver,
     JAXClusterResolver,
     PETClusterResolver,
     SageMakerClusterResolver,
-    discover,
-    survey,
 )
-from kdist.cluster.sources import SOURCES
 from kdist.errors import ClusterConfigError
 from tests.cluster import discovery_test, schedulers_test
 from tests.cluster.schedulers_test import without

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kdist import cluster_resolver
-from kdist.cluster import ClusterSpec, SimpleClusterResolver, TFConfigClusterResolver, UnionResolver
+from kdist.cluster import ClusterSpec, SimpleClusterResolver, TFConfigClusterResolver
+from kdist.cluster_resolver import UnionResolver
 
 TF_CONFIG = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kdist.cluster import ClusterSpec, SimpleClusterResolver, UnionResolver, environment, survey
+from kdist.cluster import ClusterSpec, SimpleClusterResolver, environment, survey
 from kdist.cluster.roles import coordinator_cluster, describe, server_cluster
+from kdist.cluster_resolver import UnionResolver
 from kdist.errors import ClusterConfigError
 
 CLUSTER = {"chief": ["c:1"], "worker": ["a:1", "b:1"], "ps": ["d:1"]}
@@ -40,13 +41,13 @@ def test_each_task_finds_itself():
         ("a:1", "b:1"),
         ("d:1",),
     )
-    assert (found.name, found.address, found.rpc_layer, found.serves) == ("ps 0 (d:1)", "d:1", "grpc", True)
+    assert (found.name, found.address, found.rpc_layer) == ("ps 0 (d:1)", "d:1", "grpc")
     assert found.worker_names == ("worker 0 (a:1)", "worker 1 (b:1)") and found.server_names == (
         "ps 0 (d:1)",
     )
     assert server_cluster(resolved(CLUSTER, "worker", 1)).name == "worker 1 (b:1)"
     chief = coordinator_cluster(resolved(CLUSTER, "chief"))
-    assert (chief.name, chief.address, chief.serves) == ("chief (c:1)", "c:1", False)
+    assert (chief.name, chief.address) == ("chief (c:1)", "c:1")
     evaluator = server_cluster(resolved(CLUSTER, "evaluator", 0))
     assert (evaluator.name, evaluator.address) == ("evaluator", None)
     assert server_cluster(resolved(CLUSTER | {"evaluator": ["e:1"]}, "evaluator", 0)).name == "evaluator"
@@ -138,7 +139,7 @@ def test_any_cluster_is_an_error_or_can_train(cluster, task_type, task_id):
     assert list(found.workers) == spec.job_tasks("worker") and list(found.servers) == spec.job_tasks("ps")
     assert found.workers and found.servers and not set(found.workers) & set(found.servers)
     assert found.task_type == (task_type or "chief")
-    if found.serves:
+    if found.task_type in ("worker", "ps"):
         assert spec.task_address(found.task_type, found.task_id) == found.address
 
 

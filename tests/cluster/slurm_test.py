@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kdist.cluster import SlurmClusterResolver, discover, environment, expand_hostlist, expand_tasks_per_node
+from kdist.cluster import discover, environment
+from kdist.cluster.slurm import expand_hostlist, expand_tasks_per_node
+from kdist.cluster_resolver import SlurmClusterResolver
 from kdist.errors import ClusterConfigError
 
 STEP = {

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kdist.cluster import ClusterSpec, TPUClusterResolver, UnionResolver, discover, survey
+from kdist.cluster import ClusterSpec, discover, survey
 from kdist.cluster.tpu_slice import parse_tpu_env
+from kdist.cluster_resolver import TPUClusterResolver, UnionResolver
 from kdist.errors import ClusterConfigError
 
 ENDPOINTS_V4 = ",".join(
