@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests import reports, rest, turn
@@ -34,6 +35,9 @@ for name in [*os.environ]:
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ["KDIST_PORT_RANGE"] = own_ports()
 keep_bytecode()
+# With several test processes on few cores, even simple examples sometimes take too long for this check.
+hypothesis.settings.register_profile("kdist", suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("kdist")
 
 # Background commands of a shell ignore Ctrl-C, and all their child processes inherit this.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

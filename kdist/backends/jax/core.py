@@ -347,8 +347,7 @@ class JaxCore(Runtime):
 
     def throttle(self, values: Structure) -> None:
         """Waits for the results of a step if the next step could interfere with it."""
-        if self.num_workers > 1:  # otherwise, no step waits for other workers
-            note_dispatched(values)
+        note_dispatched(values, self.num_workers)
         if self._one_at_a_time:
             with tracing.span("until ready", "step"):
                 jax.block_until_ready(values)

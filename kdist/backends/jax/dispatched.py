@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 _dispatched: collections.deque[tuple[jax.Array, tuple[str, int, int]]] = collections.deque(maxlen=64)
 
 
-def note_dispatched(values: Structure) -> None:
-    """Remembers one array of a program. Code that reads it before it is ready waits for other workers."""
+def note_dispatched(values: Structure, num_workers: int) -> None:
+    """Remembers one array of a program. Code that reads it before it is ready waits for other workers, if any."""
+    if num_workers == 1:
+        return
     while isinstance(values, (dict, list, tuple)) and values:
         values = next(iter(values.values() if isinstance(values, dict) else values))
     while _dispatched and _has_ended(_dispatched[0][0]):
