@@ -248,14 +248,9 @@ class Scope(Generic[S]):
     """The context manager that `Strategy.scope` returns. It sets the current strategy of this thread."""
 
     def __init__(self, strategy: S, resources: Callable[[], AbstractContextManager[object]]) -> None:
-        self._strategy = strategy
+        self.strategy = strategy
         self._resources = resources
         self._entered: list[AbstractContextManager[object]] = []
-
-    @property
-    def strategy(self) -> S:
-        """The strategy of this scope."""
-        return self._strategy
 
     def __enter__(self) -> S:
         if _state.replica is not None:
@@ -264,17 +259,17 @@ class Scope(Generic[S]):
                 received={"replica_id_in_sync_group": _state.replica.replica_id_in_sync_group},
                 hint="Enter `strategy.scope()` before `strategy.run` or `model.fit`.",
             )
-        if _state.scopes and _state.scopes[-1].strategy is not self._strategy:
+        if _state.scopes and _state.scopes[-1].strategy is not self.strategy:
             raise StrategyScopeError(
                 "Cannot enter the scope of this strategy inside the scope of another strategy.",
-                received={"current": _state.scopes[-1].strategy, "entered": self._strategy},
+                received={"current": _state.scopes[-1].strategy, "entered": self.strategy},
                 hint="Leave the current scope first, or create one strategy and use it everywhere.",
             )
         resource = self._resources()
         resource.__enter__()
         self._entered.append(resource)
         _state.scopes.append(self)
-        return self._strategy
+        return self.strategy
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
@@ -282,7 +277,7 @@ class Scope(Generic[S]):
         if not _state.scopes or _state.scopes[-1] is not self:
             raise StrategyScopeError(
                 "Cannot leave this scope: it is not the innermost scope of this thread.",
-                received={"left": self._strategy},
+                received={"left": self.strategy},
                 hint="Use `with strategy.scope():` instead of calling __enter__ and __exit__.",
             )
         _state.scopes.pop()

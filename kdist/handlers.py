@@ -16,25 +16,12 @@ _last: list[Callable[[], object]] = []
 
 
 def register(names: Mapping[str, Sequence[str]]) -> None:
-    """Registers the module of each handler.
-
-    Args:
-        names: Maps each module to the names of its handlers.
-    """
+    """Registers handlers. `names` maps each module to the names of its handlers."""
     _homes.update({name: module for module, handlers in names.items() for name in handlers})
 
 
 def call(name: str, *args: object, **kwargs: object) -> Any:
-    """Calls a handler.
-
-    Args:
-        name: The name of the handler in its module.
-        *args: The positional arguments of the handler.
-        **kwargs: The keyword arguments of the handler.
-
-    Returns:
-        The result of the handler.
-    """
+    """Calls a handler by its name in its module, and returns the result."""
     return getattr(importlib.import_module(_homes[name]), name)(*args, **kwargs)
 
 

@@ -11,11 +11,7 @@ from kdist.errors import InvalidArgumentError
 
 
 def call_function(model: str) -> Any:
-    """Calls a function by its name "module:function", and returns the result.
-
-    Raises:
-        InvalidArgumentError: If the module or the function does not exist.
-    """
+    """Calls a function by its name "module:function", and returns the result. Raises an error if it does not exist."""
     module, _, function = model.partition(":")
     sys.path.insert(0, os.getcwd())  # where `python -m` looks first
     try:

@@ -54,13 +54,7 @@ ELSEWHERE = {
 
 
 def no_such_name(module: str, name: str, known: Iterable[str]) -> AttributeError:
-    """Returns the error for a missing name, with the reason if kdist omits it, or else with the nearest name.
-
-    Args:
-        module: The name of the module.
-        name: The missing name.
-        known: The names in the module.
-    """
+    """Returns the error for a missing name, with the reason if kdist omits it, or else with the nearest known name."""
     message = f"module {module!r} has no attribute {name!r}"
     reason = LEFT_OUT.get(f"{module}.{name}".removeprefix("kdist."))
     if reason is not None:

@@ -53,11 +53,7 @@ class Sharded:
         return sorted(getattr(self.layout, "unused", ()))
 
     def mesh_shape(self, num_devices: int) -> tuple[int, ...]:
-        """Returns the lengths of all axes.
-
-        Raises:
-            InvalidArgumentError: If the mesh needs a different number of devices.
-        """
+        """Returns the lengths of all axes. Raises an `InvalidArgumentError` if the mesh does not fit the devices."""
         known = math.prod(length for length in self.axes.values() if length is not None)
         rest, left = divmod(num_devices, known)
         shape = tuple(rest if length is None else length for length in self.axes.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, Self
 
 from kdist.errors import InvalidArgumentError
@@ -112,28 +112,29 @@ def is_same(leaves: Sequence[object]) -> bool:
     return all(leaf is first or (by_value and type(leaf) is type(first) and leaf == first) for leaf in leaves)
 
 
-def regroup(parts: Sequence[object], map_structure: Callable[..., Any], always_wrap: bool = True) -> Any:
+def regroup(parts: Sequence[object], always_wrap: bool = True) -> Any:
     """Turns one structure per replica into one structure of `PerReplica` leaves.
 
     As in `tf.distribute`, the structure of a single replica is returned unchanged.
 
     Args:
         parts: Structures of the same shape, one per local replica.
-        map_structure: `keras.tree.map_structure`. It is passed because this module does not import Keras.
         always_wrap: If `False`, a leaf for which `is_same` is true stays one value. `None` always does.
     """
     if len(parts) == 1:
         return parts[0]
+    import keras
 
     def join(*leaves: object) -> object:
         same = leaves[0] is None if always_wrap else True
         return leaves[0] if same and is_same(leaves) else PerReplica(leaves)
 
-    return map_structure(join, *parts)
+    return keras.tree.map_structure(join, *parts)
 
 
-def component(value: object, index: int, map_structure: Callable[..., Any]) -> Any:
+def component(value: object, index: int) -> Any:
     """Returns one local replica's part of a structure. Plain values are the same for all replicas."""
+    import keras
 
     def take(leaf: object) -> object:
         if not isinstance(leaf, DistributedValues):
@@ -146,13 +147,13 @@ def component(value: object, index: int, map_structure: Callable[..., Any]) -> A
             )
         return leaf.values[index]
 
-    return map_structure(take, value)
+    return keras.tree.map_structure(take, value)
 
 
-def local_results(
-    value: object, num_local: int, map_structure: Callable[..., Any], is_nested: Callable[[object], bool]
-) -> tuple[Any, ...]:
+def local_results(value: object, num_local: int) -> tuple[Any, ...]:
     """Returns one structure per local replica, the reverse of `regroup`; `(value,)` for a plain value."""
-    if not is_nested(value) and not isinstance(value, DistributedValues):
+    import keras
+
+    if not keras.tree.is_nested(value) and not isinstance(value, DistributedValues):
         return (value,)
-    return tuple(component(value, i, map_structure) for i in range(num_local))
+    return tuple(component(value, i) for i in range(num_local))

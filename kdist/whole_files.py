@@ -78,13 +78,8 @@ def check_output(path: str) -> None:
 def write_whole(path: str, write: Callable[[str], _Result], worker_index: int) -> tuple[_Result, str]:
     """Calls a function that writes a file or directory, and moves the result to its path when it is complete.
 
-    The function writes into a hidden directory next to `path`. If the process is killed, the hidden directory
-    stays until the next save to the same path.
-
-    Args:
-        path: The final path.
-        write: A function that writes to its argument, a path with the same name in the hidden directory.
-        worker_index: The index of this worker, which makes the name of the hidden directory unique.
+    The function writes into a hidden directory next to `path`, which has the index of the worker in its name. If the
+    process is killed, the hidden directory stays until the next save to the same path.
 
     Returns:
         The result of `write`, and the path of the file that was moved last.

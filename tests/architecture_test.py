@@ -40,7 +40,6 @@ EXTRA_FILES = {
         "per_worker.py",  # TensorFlow's workers read datasets without Python
         "scheduled.py",  # they run compiled programs
         "served.py",  # the variables are on TensorFlow's parameter servers
-        "synchronous.py",  # one program can run on all workers
         "tasks.py",  # each task runs a TensorFlow server
         "collectives.py",  # a graph calls the sums in shared memory, in its own order
         "xla.py",  # TensorFlow's collectives must stay outside of XLA's programs

@@ -96,11 +96,7 @@ def encode(batch: Structure) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Decodes a batch that `encode` encoded.
-
-    Raises:
-        DatasetError: If the message has an unknown format.
-    """
+    """Decodes a batch that `encode` encoded."""
     with malformed_as(
         lambda error: DatasetError(
             "A batch from another worker has an unknown format.",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ParamSpec, TypeAlias, TypeVar
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from kdist.values import Tensor
 
@@ -16,7 +17,12 @@ Structure: TypeAlias = object
 Every object is a structure, because a single leaf is one. To take it apart, use `keras.tree` or `rows`.
 """
 
-
+Function: TypeAlias = Callable[..., Any]
+"""A function of the user or of a library, with any arguments."""
+Args: TypeAlias = tuple[Any, ...]
+"""The positional arguments of a function."""
+Kwargs: TypeAlias = dict[str, Any]
+"""The named arguments of a function."""
 TensorT = TypeVar("TensorT", bound=Tensor)
 Scalar: TypeAlias = "float | Tensor"
 """A number, or a tensor without axes if a compiled program computes it."""

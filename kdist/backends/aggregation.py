@@ -162,11 +162,6 @@ class ReplicaScope(NotesAdditions, keras.StatelessScope):
         """Returns whether this replica has its own component of a variable, aggregated when it is read."""
         return self._has_components and is_on_read(variable)
 
-    def share_of(self, variable: keras.Variable, value: TensorT) -> TensorT:
-        """Returns this replica's component of an on-read variable after an assignment outside of replicas."""
-        replica = self._replica
-        return share_of(variable, value, replica.replica_id_in_sync_group, replica.num_replicas_in_sync)
-
     def old_value(self, variable: keras.Variable) -> Tensor:
         """Returns the value before the first write of a step. Called just before that write."""
         return self.snapshot(variable)
@@ -186,10 +181,9 @@ class ReplicaScope(NotesAdditions, keras.StatelessScope):
         return self._untracked > 0
 
     def aggregate(self, only: Callable[[keras.Variable], bool] | None = None) -> None:
-        """Makes variables written since the last call equal on all replicas: one collective per dtype.
+        """Makes variables that `only` selects, and that were written since the last call, equal on all replicas.
 
-        Args:
-            only: Selects the variables; by default, all.
+        Uses one collective per dtype.
         """
         written = [w for w in self._written.values() if only is None or only(w.variable)]
         for write in written:

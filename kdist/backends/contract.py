@@ -27,7 +27,7 @@ from kdist.topology import LocalParts, Topology
 if TYPE_CHECKING:
     import keras
 
-    from kdist.arrays.types import P, R, Shape, Structure, Tensor
+    from kdist.arrays.types import Args, Function, Kwargs, P, R, Shape, Structure, Tensor
     from kdist.backends.coordination import Coordination, Engine
     from kdist.backends.low_rank import LowRank
 
@@ -70,7 +70,7 @@ class Backend(ABC):
     """Creates the `Coordination` of a backend that has parameter servers, instead of `GrpcCoordination`."""
     synchronous_runtime: Callable[..., Runtime] | None = None
     """Creates the `Runtime` for synchronous training with these servers, with one replica per worker."""
-    start_server: Callable[..., object] | None = None
+    start_server: Function | None = None
     """Starts a task of such a backend, given the cluster specification, job, index and configuration."""
 
     @abstractmethod
@@ -134,6 +134,9 @@ class Backend(ABC):
         Raises:
             WorkerTimeoutError: If a worker does not join in time. The error names the worker.
             DeviceError: If a device does not exist.
+            ClusterConfigError: If an address is in use, or two processes have the same worker index.
+            WorkerMismatchError: If the workers have different devices.
+            StrategyScopeError: If the framework has already started, or this process has joined other workers.
         """
 
     def seed_shuffling(self) -> None:  # noqa: B027
@@ -286,13 +289,7 @@ class Runtime(ABC):
         return self.place(parts)
 
     @abstractmethod
-    def run(
-        self,
-        strategy: StrategyLike,
-        fn: Callable[..., object],
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-    ) -> Sequence[Structure]:
+    def run(self, strategy: StrategyLike, fn: Function, args: Args, kwargs: Kwargs) -> Sequence[Structure]:
         """Calls a user's function in every local replica, and returns one result per replica.
 
         Each replica gets its component of a `DistributedValues` in the arguments. When the function returns,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import keras
     import numpy as np
 
-    from kdist.arrays.types import Structure, Tensor
+    from kdist.arrays.types import Args, Function, Kwargs, Structure, Tensor
 
 
 class RemoteValue(ABC):
@@ -68,8 +68,7 @@ PerWorkerValue = PerWorkerValues
 
 
 class _Current(threading.local):
-    def __init__(self) -> None:
-        self.worker: int | Tensor | None = None
+    worker: int | Tensor | None = None
 
 
 _current = _Current()
@@ -134,20 +133,14 @@ class Coordination(ABC):
         """Returns whether this thread runs or traces a scheduled function under the coordinator's strategy."""
         return False
 
-    def run(
-        self,
-        strategy: StrategyLike,
-        fn: Callable[..., object],
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-    ) -> Structure:
+    def run(self, strategy: StrategyLike, fn: Function, args: Args, kwargs: Kwargs) -> Structure:
         """Runs a function in the worker's replica. Only scheduled functions call this; see `in_closure`."""
         raise NotImplementedError
 
     @abstractmethod
     def schedule(
         self,
-        fn: Callable[..., object],
+        fn: Function,
         args: Sequence[object],
         kwargs: Mapping[str, object],
         done: Callable[[Structure], None] | None = None,
@@ -270,9 +263,6 @@ class Engine(ABC):
 
     @abstractmethod
     def apply(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        gradients: Sequence[np.ndarray],
-        variables: Sequence[keras.Variable],
+        self, optimizer: keras.Optimizer, gradients: Sequence[np.ndarray], variables: Sequence[keras.Variable]
     ) -> None:
         """Updates some variables of a Keras optimizer."""

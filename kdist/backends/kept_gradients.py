@@ -126,7 +126,6 @@ class KeepingSteps(StepFunction, Generic[KeptT]):
         return self._model()
 
     def keep_gradients(self, keeps: bool) -> None:
-        """Adds kept gradients to the optimizer. With `keeps`, steps keep gradients until the next call."""
         model = self.model
         if self.kept is not None:
             self.kept.add_to_optimizer()

@@ -34,7 +34,7 @@ WIDE = ("float32", "float64")
 if TYPE_CHECKING:
     import numpy as np
 
-    from kdist.arrays.types import R, Scalar, T, Tensor, TensorT
+    from kdist.arrays.types import Function, R, Scalar, T, Tensor, TensorT
     from kdist.backends.kept_gradients import KeptInReplicas
 
 
@@ -123,7 +123,6 @@ class Replica(ReplicaContext):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of replicas over all workers."""
         return self._num_replicas
 
     @abstractmethod
@@ -136,16 +135,13 @@ class Replica(ReplicaContext):
 
     def call(self, fn: Callable[..., R], args: tuple[object, ...], kwargs: Mapping[str, object]) -> R:
         """Calls a user's function with this replica's components of the arguments, and aggregates its writes."""
-        own_args, own_kwargs = component((args, kwargs), self.local_index, keras.tree.map_structure)
+        own_args, own_kwargs = component((args, kwargs), self.local_index)
         result = fn(*own_args, **own_kwargs)
         self.scope.aggregate()
         return result
 
     def merge_call(
-        self,
-        merge_fn: Callable[..., Any],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
+        self, merge_fn: Function, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
     ) -> Any:
         """Calls a function once for all replicas of this worker; see `kdist.ReplicaContext.merge_call`."""
         self.require_running("merge_call")
@@ -158,7 +154,7 @@ class Replica(ReplicaContext):
                 return self.scope.change_real_variables(call)
 
         result = self.call_once("merge_call", (tuple(args), dict(kwargs or {})), merge)
-        return component(result, self.local_index, keras.tree.map_structure)
+        return component(result, self.local_index)
 
     def call_once(self, what: str, value: T, merge: Callable[[Sequence[T]], R]) -> R:
         """Calls a function once with the values of all local replicas, for `merge_call`. Returns its result in each."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kdist import communication
 from kdist.cluster import Cluster, timeouts
@@ -17,6 +17,24 @@ from kdist.control.stalls import StallWatch
 
 if TYPE_CHECKING:
     from kdist.communication.shared_memory import SharedMemory
+
+_Item = TypeVar("_Item")
+
+_MOST_BYTES = 64 << 20
+
+
+def in_parts(items: Sequence[_Item], nbytes: Callable[[_Item], int]) -> Iterator[list[_Item]]:
+    """Yields groups of variables to broadcast, so that a device has enough memory for a copy of each group."""
+    some: list[_Item] = []
+    size = 0
+    for item in items:
+        if some and size + nbytes(item) > _MOST_BYTES:
+            yield some
+            some, size = [], 0
+        some.append(item)
+        size += nbytes(item)
+    if some:
+        yield some
 
 
 def folders_of_engine(*files: str) -> tuple[str, ...]:
@@ -34,8 +52,8 @@ class Workers:
     """The library that connects the devices of several workers, for example "nccl"."""
 
     def all_gather_bytes(self, data: bytes, timeout: float | None = None) -> list[bytes]:
-        """Gathers a message from every worker, in the order of their indices. Blocks. All must call it."""
-        return [data]
+        """Gathers a message of any length from every worker, in the order of their indices. All must call it."""
+        return self.begin_gather_bytes(data, timeout)()
 
     def begin_gather_bytes(self, data: bytes, timeout: float | None = None) -> Callable[[], list[bytes]]:
         """Sends a message to every worker and does not wait. All must call it.
@@ -88,10 +106,6 @@ class JoinedWorkers(Workers, ABC):
         self.names = cluster.worker_names
         self.channel = channel
         self._stalls = StallWatch(channel, self.waits_in)
-
-    def all_gather_bytes(self, data: bytes, timeout: float | None = None) -> list[bytes]:
-        """Gathers messages of any length."""
-        return self.begin_gather_bytes(data, timeout)()
 
     def begin_gather_bytes(self, data: bytes, timeout: float | None = None) -> Callable[[], list[bytes]]:
         """Sends a message without a collective, which would wait for running steps."""

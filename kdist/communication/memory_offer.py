@@ -19,12 +19,7 @@ _JOIN_SECONDS = 10.0
 class Offer:
     """This worker's part of the connection: it waits for the others under a name, which they receive.
 
-    `description` is a JSON value for the others. It is `None` if this worker cannot share memory.
-
-    Args:
-        index: The index of this worker.
-        count: The number of workers.
-        is_wanted: Whether this worker wants to share memory.
+    `description` is a JSON value for the others. It is `None` if this worker cannot share memory, or does not want to.
     """
 
     def __init__(self, index: int, count: int, is_wanted: bool) -> None:
@@ -47,15 +42,10 @@ class Offer:
     def connect(
         self, offers: Sequence[dict[str, object] | None], gather: Callable[[bool], list[bool]], seconds: float
     ) -> SharedMemory | None:
-        """Connects the workers if all of them are on this machine.
+        """Connects the workers if all of them are on this machine. A sum takes at most `seconds`.
 
-        Args:
-            offers: The descriptions of all workers.
-            gather: Gathers a value from every worker.
-            seconds: The time limit of a sum.
-
-        Returns:
-            `None` on all workers if any worker cannot connect.
+        `offers` contains the descriptions of all workers, and `gather` gathers a value from every worker.
+        Returns `None` on all workers if any worker cannot connect.
         """
         machines = [offer and offer["machine"] for offer in offers]
         if machines[0] is None or any(machine != machines[0] for machine in machines):

@@ -54,11 +54,7 @@ Form: TypeAlias = tuple[int, int, bytes]
 class SharedMemory:
     """The connected workers of a machine. All workers start the same sums in the same order.
 
-    Args:
-        index: The index of this worker.
-        peers: A socket per other worker.
-        regions: The memory of each worker.
-        seconds: The time limit of a sum.
+    There is a socket per other worker, and a region of memory per worker. A sum takes at most `seconds`.
     """
 
     def __init__(

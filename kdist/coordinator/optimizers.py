@@ -77,7 +77,7 @@ class Optimizers:
                 "undecayed": [
                     key
                     for v in trained
-                    if keras_hooks.is_undecayed(optimizer, v)
+                    if not keras_hooks.decays(optimizer, v)
                     for key in self._keys(v, server)
                 ],
                 "own": [[v.name, key] for v in optimizer.variables for key in self._keys(v, server)],

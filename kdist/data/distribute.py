@@ -7,8 +7,6 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import keras
-
 from kdist.backends.contract import Runtime
 from kdist.backends.messages import check_equal, gather, of_chief, read_on_all
 from kdist.data.agreement import open_steps
@@ -107,7 +105,7 @@ def _dataset(
 def distribute_values(runtime: Runtime, value_fn: Callable[[ValueContext], Structure]) -> Structure:
     """Calls the user's function once per local replica, and returns the values."""
     values = [value_fn(ValueContext(i, runtime.num_replicas)) for i in runtime.replica_ids]
-    return regroup(values, keras.tree.map_structure)
+    return regroup(values)
 
 
 def _steps_of(sources: Sequence[Source], num_local: int) -> int | None:

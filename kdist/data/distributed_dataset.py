@@ -254,8 +254,6 @@ class DistributedIterator:
         return self._dataset._runtime.traced(self)
 
     def _next(self) -> Structure:
-        import keras
-
         runtime = self._dataset._runtime
         step = next(self.steps)
         parts = step.as_parts(runtime)
@@ -264,7 +262,7 @@ class DistributedIterator:
         if len(set(step.counts)) == 1:
             runtime.note_even(parts)
         self._dataset._note_spec(parts[0])
-        return regroup(parts, keras.tree.map_structure)
+        return regroup(parts)
 
     def get_next(self) -> Any:
         """Returns the next element.

@@ -82,7 +82,6 @@ from kdist.keras_hooks.optimizers import (
     decays,
     hook_tensorflow_optimizers,
     is_elementwise,
-    is_undecayed,
     keeping_learning_rates,
     learning_rate,
     marking_gradients,

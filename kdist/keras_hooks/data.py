@@ -58,12 +58,7 @@ def _endless_queue(iterator: EpochIterator) -> PyDatasetEnqueuer | None:
 
 
 def data_adapter(num_batches: int | None, epochs: Iterable[object]) -> DataAdapter:
-    """Returns a Keras `DataAdapter` for batches that come from kdist.
-
-    Args:
-        num_batches: The number of steps per epoch, or `None` if unknown.
-        epochs: An iterable over the batches of an epoch. Some of its iterators are never started.
-    """
+    """Returns a Keras `DataAdapter` for batches that come from kdist. Some iterators of `epochs` are never started."""
     from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
     class DistributedDataAdapter(DataAdapter):

@@ -12,12 +12,11 @@ from kdist.keras_hooks.wrapping import replace, running_model_replica, running_r
 if TYPE_CHECKING:
     import keras
 
+    from kdist.arrays.types import Function
     from kdist.values import Tensor
 
 
-def hook_torch_modules(
-    zero_grad: Callable[..., Callable[..., object]], call_module: Callable[..., Callable[..., object]]
-) -> None:
+def hook_torch_modules(zero_grad: Callable[..., Function], call_module: Callable[..., Function]) -> None:
     """Replaces `Layer.zero_grad` and `TorchModuleWrapper.call`; the backend calls this once."""
     import keras
 
@@ -26,14 +25,13 @@ def hook_torch_modules(
 
 
 def hook_embedding(lookup: Callable[[keras.Variable, Tensor], Tensor | None]) -> None:
-    """Sets a function that looks up the rows for `Embedding` layers; the backend calls this once.
+    """Sets a function that looks up rows of a variable for `Embedding` layers; the backend calls this once.
 
-    Args:
-        lookup: Takes the variable and the row indices. Returns the rows, or `None` to use Keras's lookup.
+    It returns `None` to use Keras's lookup.
     """
     import keras
 
-    def call(original: Callable[..., object], self: keras.layers.Embedding, inputs: Tensor) -> object:
+    def call(original: Function, self: keras.layers.Embedding, inputs: Tensor) -> object:
         if self.lora_enabled or self.quantization_mode:
             return original(self, inputs)
         ids = inputs if inputs.dtype in ("int32", "int64") else keras.ops.cast(inputs, "int32")
@@ -54,7 +52,7 @@ def hook_torch_images() -> None:
     if keras_transposes is None or len(inspect.signature(keras_transposes).parameters) > 1:
         return  # Keras 3.16 chooses the memory format itself
 
-    def transpose(original: Callable[..., object], images: Any) -> object:
+    def transpose(original: Function, images: Any) -> object:
         if images.ndim == 4 and running_model_replica() is not None:
             return images.permute(0, 3, 1, 2)
         return original(images)
@@ -69,7 +67,7 @@ def _operations() -> ModuleType:
     return backend.nn if hasattr(backend, "nn") else backend.ops.nn
 
 
-def hook_moments(moments: Callable[..., object]) -> None:
+def hook_moments(moments: Function) -> None:
     """Replaces Keras's `moments` with a function, which receives the original and its arguments."""
     wrap(_operations(), "moments", moments)
 
@@ -78,7 +76,7 @@ def hook_batch_normalization(native: bool) -> None:
     import keras
 
     def init(
-        original: Callable[..., object],
+        original: Function,
         self: keras.layers.BatchNormalization,
         /,
         *args: object,
@@ -90,11 +88,7 @@ def hook_batch_normalization(native: bool) -> None:
         self.synchronized = synchronized
 
     def moments(
-        original: Callable[..., object],
-        x: Tensor,
-        axes: Sequence[int],
-        keepdims: bool = False,
-        synchronized: bool = False,
+        original: Function, x: Tensor, axes: Sequence[int], keepdims: bool = False, synchronized: bool = False
     ) -> object:
         replica = running_replica()
         if synchronized and replica is not None:

@@ -13,6 +13,7 @@ from kdist.keras_hooks.wrapping import RunningReplica, running_model_replica, ru
 if TYPE_CHECKING:
     import keras
 
+    from kdist.arrays.types import Function
     from kdist.values import Tensor
 
 
@@ -124,9 +125,7 @@ def forget_layer_losses(model: keras.Model) -> None:
 def hook_layer_losses() -> None:
     import keras
 
-    def in_scope(
-        original: Callable[..., object], self: keras.Layer, /, *args: object, **kwargs: object
-    ) -> object:
+    def in_scope(original: Function, self: keras.Layer, /, *args: object, **kwargs: object) -> object:
         known = getattr(stateless_scope(), "loss_ids", None)
         if known is not None:
             # A reference to the layer prevents reuse of its address. `__setattr__` would track the set.

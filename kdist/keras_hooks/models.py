@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
     from keras.src.trainers.trainer import Trainer as BaseTrainer
 
+    from kdist.arrays.types import Function
+
 
 MODEL_METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
@@ -26,17 +28,13 @@ def hook_models() -> None:
 
     base = trainer.base_trainer()
 
-    def remember(
-        original: Callable[..., object], self: BaseTrainer, /, *args: object, **kwargs: object
-    ) -> None:
+    def remember(original: Function, self: BaseTrainer, /, *args: object, **kwargs: object) -> None:
         original(self, *args, **kwargs)
         strategy = context.current_strategy() if context.in_cross_replica_context() else None
         if strategy is not None:
             strategies[self] = strategy
 
-    def compile(
-        original: Callable[..., object], self: BaseTrainer, /, *args: object, **kwargs: object
-    ) -> None:
+    def compile(original: Function, self: BaseTrainer, /, *args: object, **kwargs: object) -> None:
         if strategy_of(self) is None and context.in_cross_replica_context():
             name = getattr(self, "name", type(self).__name__)
             warnings.warn(
@@ -55,9 +53,7 @@ def hook_models() -> None:
         wrap(owner, name, functools.partial(_dispatch, name))
 
 
-def _dispatch(
-    name: str, original: Callable[..., object], self: BaseTrainer, /, *args: object, **kwargs: object
-) -> object:
+def _dispatch(name: str, original: Function, self: BaseTrainer, /, *args: object, **kwargs: object) -> object:
     strategy = strategy_of(self)
     if strategy is None:
         if name == "fit" and context.joined_strategy() is not None:
@@ -69,7 +65,9 @@ def _dispatch(
         handlers.call(
             "refuse_distributed", self, name, *args[:1], *[v for k, v in kwargs.items() if k == "x"]
         )
-        with _outside_of_scopes():
+        # The strategy in scope must not affect models that belong to no strategy.
+        outer = context.current_strategy()
+        with contextlib.nullcontext() if outer is None else outer.runtime.suspended():
             return original(self, *args, **kwargs)
     with without_distribution():
         return handlers.call(name, strategy, self, *args, **kwargs)
@@ -89,12 +87,6 @@ def without_distribution() -> Iterator[None]:
         yield
     finally:
         keras.distribution.set_distribution(current)
-
-
-def _outside_of_scopes() -> contextlib.AbstractContextManager[object]:
-    """Suspends the strategy in scope, which must not affect models that belong to no strategy."""
-    strategy = context.current_strategy()
-    return contextlib.nullcontext() if strategy is None else strategy.runtime.suspended()
 
 
 # Whether kdist created PyTorch's process group. If it did, plain models must not use it.
@@ -125,7 +117,7 @@ def hook_torch_distribution() -> None:
     ) -> Mapping[str, object]:
         return super(owner, self).get_metrics_result() if is_local(self) else original(self)
 
-    def initialize(original: Callable[..., object], self: keras.Model) -> None:
+    def initialize(original: Function, self: keras.Model) -> None:
         if not is_local(self):
             original(self)
 

@@ -6,7 +6,8 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kdist.context import has_strategy
 from kdist.keras_hooks.own import is_own
@@ -16,8 +17,11 @@ from kdist.keras_hooks.wrapping import OWNER, RunningReplica, running_replica, w
 if TYPE_CHECKING:
     import keras
 
-    from kdist.arrays.types import Structure
+    from kdist.arrays.types import Function, Structure
     from kdist.values import Tensor
+
+    Taker: TypeAlias = Callable[[keras.Optimizer, list[Tensor | None], list[keras.Variable]], None]
+    """Receives an optimizer, the gradients and their variables."""
 
 
 # Keras's optimizers that update each element independently, so they can also update a shard of a variable.
@@ -25,41 +29,32 @@ _ELEMENTWISE = ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adama
 
 
 class _Taking(threading.local):
-    def __init__(self) -> None:
-        self.taker: (
-            Callable[[keras.optimizers.Optimizer, list[Tensor | None], list[keras.Variable]], None] | None
-        ) = None
-        self.owner: keras.Variable | None = None
-        self.mark: Callable[[Tensor], Tensor] | None = None
+    taker: Taker | None = None
+    owner: keras.Variable | None = None
+    mark: Callable[[Tensor], Tensor] | None = None
 
 
 _taking = _Taking()
 
 
 @contextlib.contextmanager
-def taking_gradients(
-    taker: Callable[[keras.optimizers.Optimizer, list[Tensor | None], list[keras.Variable]], None],
-) -> Iterator[None]:
-    """A context in which optimizers in this thread pass gradients to a function instead of applying them.
-
-    Args:
-        taker: Receives the optimizer, the gradients and their variables.
-    """
-    outer, _taking.taker = _taking.taker, taker
+def _taking_with(**values: object) -> Iterator[None]:
+    outer = {name: getattr(_taking, name) for name in values}
+    vars(_taking).update(values)
     try:
         yield
     finally:
-        _taking.taker = outer
+        vars(_taking).update(outer)
 
 
-@contextlib.contextmanager
-def marking_gradients(mark: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """A context in which optimizers in this thread use `mark(gradient)` instead of each gradient."""
-    outer, _taking.mark = _taking.mark, mark
-    try:
-        yield
-    finally:
-        _taking.mark = outer
+def taking_gradients(taker: Taker) -> AbstractContextManager[None]:
+    """Returns a context in which optimizers in this thread pass gradients to a function instead of applying them."""
+    return _taking_with(taker=taker)
+
+
+def marking_gradients(mark: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
+    """Returns a context in which optimizers in this thread use `mark(gradient)` instead of each gradient."""
+    return _taking_with(mark=mark)
 
 
 def owner_in_creation() -> keras.Variable | None:
@@ -67,12 +62,12 @@ def owner_in_creation() -> keras.Variable | None:
     return _taking.owner
 
 
-def decays(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
+def decays(optimizer: keras.Optimizer, variable: keras.Variable) -> bool:
     """Returns whether an optimizer applies weight decay to a variable."""
     return bool(optimizer._use_weight_decay(variable))
 
 
-def clipped(optimizer: keras.optimizers.Optimizer, gradients: Sequence[Tensor]) -> list[Tensor]:
+def clipped(optimizer: keras.Optimizer, gradients: Sequence[Tensor]) -> list[Tensor]:
     """Returns gradients after the clipping of an optimizer."""
     return list(optimizer._clip_gradients(list(gradients)))
 
@@ -82,8 +77,8 @@ def hook_optimizers() -> None:
     from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
     def apply(
-        original: Callable[..., object],
-        self: keras.optimizers.Optimizer,
+        original: Function,
+        self: keras.Optimizer,
         grads: Sequence[Tensor | None],
         trainable_variables: Sequence[keras.Variable] | None = None,
     ) -> object:
@@ -111,7 +106,7 @@ def hook_optimizers() -> None:
 
     def stateless_apply(
         original: Callable[..., Structure],
-        self: keras.optimizers.Optimizer,
+        self: keras.Optimizer,
         optimizer_variables: Sequence[Tensor],
         grads: Sequence[Tensor | None],
         *args: Any,
@@ -119,23 +114,20 @@ def hook_optimizers() -> None:
     ) -> Structure:
         return original(self, optimizer_variables, _marked(grads), *args, **kwargs)
 
-    def scale_loss(original: Callable[..., Tensor], self: keras.optimizers.Optimizer, loss: Tensor) -> Tensor:
+    def scale_loss(original: Callable[..., Tensor], self: keras.Optimizer, loss: Tensor) -> Tensor:
         scaled = original(self, loss)
         replica = running_replica()
         return scaled if replica is None or scaled is loss else replica.weight_loss(scaled)
 
     def from_reference(
         original: Callable[..., keras.Variable],
-        self: keras.optimizers.Optimizer,
+        self: keras.Optimizer,
         reference_variable: keras.Variable,
         *args: object,
         **kwargs: object,
     ) -> keras.Variable:
-        outer, _taking.owner = _taking.owner, reference_variable
-        try:
+        with _taking_with(owner=reference_variable):
             variable = original(self, reference_variable, *args, **kwargs)
-        finally:
-            _taking.owner = outer
         if has_strategy():
             setattr(variable, OWNER, getattr(reference_variable, "path", None))
         return variable
@@ -149,14 +141,9 @@ def hook_optimizers() -> None:
     wrap(LossScaleOptimizer, "stateless_apply", stateless_apply)
 
 
-def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
+def is_elementwise(optimizer: keras.Optimizer) -> bool:
     """Returns whether an optimizer updates each element independently; `False` for custom optimizers."""
     return type(optimizer).__name__ in _ELEMENTWISE and not is_own(optimizer)
-
-
-def is_undecayed(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
-    """Returns whether `exclude_from_weight_decay` excludes a variable, directly or by its name."""
-    return not optimizer._use_weight_decay(variable)
 
 
 def only_accumulates(optimizer: object, variables: Sequence[keras.Variable]) -> bool:
@@ -164,7 +151,7 @@ def only_accumulates(optimizer: object, variables: Sequence[keras.Variable]) -> 
     import keras
 
     return (
-        isinstance(optimizer, keras.optimizers.Optimizer)
+        isinstance(optimizer, keras.Optimizer)
         and not is_own(optimizer)
         # A `LossScaleOptimizer` first checks whether all gradients are finite.
         and not hasattr(optimizer, "inner_optimizer")
@@ -173,14 +160,12 @@ def only_accumulates(optimizer: object, variables: Sequence[keras.Variable]) -> 
     )
 
 
-def accumulators(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+def accumulators(optimizer: keras.Optimizer) -> list[keras.Variable]:
     """Returns the variables in which an optimizer accumulates gradients, in the order of the trained variables."""
     return list(optimizer._accumulated_gradients)
 
 
-def learning_rate(
-    optimizer: keras.optimizers.Optimizer,
-) -> float | keras.optimizers.schedules.LearningRateSchedule:
+def learning_rate(optimizer: keras.Optimizer) -> float | keras.optimizers.schedules.LearningRateSchedule:
     """Returns the learning rate as the constructor of the optimizer takes it: a number or a schedule."""
     import keras
 
@@ -189,7 +174,7 @@ def learning_rate(
 
 
 @contextlib.contextmanager
-def keeping_learning_rates(optimizer: keras.optimizers.Optimizer | None) -> Iterator[None]:
+def keeping_learning_rates(optimizer: keras.Optimizer | None) -> Iterator[None]:
     """A context that undoes changes of learning rates."""
     import keras
 
@@ -204,19 +189,19 @@ def keeping_learning_rates(optimizer: keras.optimizers.Optimizer | None) -> Iter
         variable.assign(value)
 
 
-def count_step(optimizer: keras.optimizers.Optimizer) -> None:
+def count_step(optimizer: keras.Optimizer) -> None:
     """Counts a step of an optimizer that has no variables to update."""
     optimizer._iterations.assign_add(1)
 
 
-def trained_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+def trained_variables(optimizer: keras.Optimizer) -> list[keras.Variable]:
     """Returns the variables that a built optimizer trains, in the order of its slots."""
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     return list(getattr(optimizer, "_trainable_variables", ()))
 
 
-def step_variable(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
+def step_variable(optimizer: keras.Optimizer) -> keras.Variable:
     """Returns the variable that counts the batches of an optimizer.
 
     The property `iterations` is a constant if gradients are accumulated. The variable of a wrapper such as
@@ -228,9 +213,7 @@ def step_variable(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
 
 
 def build_optimizer(
-    optimizer: keras.optimizers.Optimizer,
-    variables: list[keras.Variable],
-    undecayed: Sequence[keras.Variable] = (),
+    optimizer: keras.Optimizer, variables: list[keras.Variable], undecayed: Sequence[keras.Variable] = ()
 ) -> None:
     """Builds an optimizer in the same way as its `apply`."""
     from keras.src.backend import name_scope
@@ -274,12 +257,7 @@ def hook_tensorflow_optimizers(in_native_scope: Callable[[], bool]) -> None:
         return not has_strategy() and in_native_scope()
 
     def neutral(
-        name: str,
-        original: Callable[..., object],
-        self: keras.optimizers.Optimizer,
-        /,
-        *args: object,
-        **kwargs: object,
+        name: str, original: Function, self: keras.Optimizer, /, *args: object, **kwargs: object
     ) -> object:
         # A scope may define a method of this name, for variables that are stored elsewhere.
         own = getattr(stateless_scope(), name, None)
@@ -299,16 +277,14 @@ def hook_tensorflow_optimizers(in_native_scope: Callable[[], bool]) -> None:
         if hasattr(TFOptimizer, name):
             wrap(TFOptimizer, name, functools.partial(neutral, name))
 
-    def var_key(
-        original: Callable[..., object], self: keras.optimizers.Optimizer, variable: keras.Variable
-    ) -> object:
+    def var_key(original: Function, self: keras.Optimizer, variable: keras.Variable) -> object:
         # In a scope, `value` can be a replica's copy or a shard, so use the stored variable.
         is_hidden = stateless_scope() is not None and getattr(variable, "_value", None) is not None
         return original(self, variable._value if is_hidden else variable)
 
     def tf_apply(
-        original: Callable[..., object],
-        self: keras.optimizers.Optimizer,
+        original: Function,
+        self: keras.Optimizer,
         grads: Sequence[Tensor | None],
         trainable_variables: Sequence[keras.Variable] | None = None,
     ) -> object:
@@ -316,10 +292,7 @@ def hook_tensorflow_optimizers(in_native_scope: Callable[[], bool]) -> None:
         return chosen(self, grads, trainable_variables)
 
     def swap(
-        name: str,
-        original: Callable[..., object],
-        self: keras.callbacks.SwapEMAWeights,
-        optimizer: keras.optimizers.Optimizer,
+        name: str, original: Function, self: keras.callbacks.SwapEMAWeights, optimizer: keras.Optimizer
     ) -> None:
         (original if is_foreign() else getattr(type(self), name))(self, optimizer)
 

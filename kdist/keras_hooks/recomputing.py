@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
+from kdist.arrays.types import Function
 from kdist.errors import StrategyScopeError
 from kdist.keras_hooks.seeds import seeds_from
 from kdist.keras_hooks.threads import ThreadState
 from kdist.keras_hooks.wrapping import RunningReplica, running_replica, wrap
 
 
-def _bound(function: Callable[..., object], replica: RunningReplica) -> Callable[..., object]:
+def _bound(function: Function, replica: RunningReplica) -> Function:
     """Returns a function that any thread can call for the replica of this thread."""
     from keras.src.backend.common import global_state
 
@@ -37,9 +38,7 @@ def hook_torch_recomputing() -> None:
     """Wraps `keras.remat` and `keras.ops.custom_gradient`; the backend calls this once."""
     from keras.src import backend
 
-    def remat(
-        original: Callable[..., Callable[..., object]], f: Callable[..., object]
-    ) -> Callable[..., object]:
+    def remat(original: Callable[..., Function], f: Function) -> Function:
         def wrapped(*args: object, **kwargs: object) -> object:
             replica = running_replica()
             if replica is None:
@@ -63,9 +62,7 @@ def hook_torch_recomputing() -> None:
 
         return wrapped
 
-    def custom_gradient(
-        original: Callable[..., object], self: object, forward_fn: Callable[..., object]
-    ) -> None:
+    def custom_gradient(original: Function, self: object, forward_fn: Function) -> None:
         def forward(*args: object, **kwargs: object) -> object:
             result, replica = forward_fn(*args, **kwargs), running_replica()
             if replica is not None and isinstance(result, tuple) and len(result) == 2 and callable(result[1]):

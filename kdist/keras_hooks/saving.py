@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import keras
     from keras.src.saving.serialization_lib import SafeModeScope
 
+    from kdist.arrays.types import Function
+
 
 @contextlib.contextmanager
 def without_tensorflow() -> Iterator[None]:
@@ -56,7 +58,7 @@ def hook_saving() -> None:
     from keras.src.utils import file_utils
 
     def save(
-        original: Callable[..., object],
+        original: Function,
         model: keras.Model,
         filepath: str | os.PathLike[str],
         *args: object,
@@ -75,7 +77,7 @@ def hook_saving() -> None:
         return handlers.call("save", strategy, model, filepath, write)
 
     def ask(
-        original: Callable[..., object],
+        original: Function,
         self: keras.Model,
         filepath: str | os.PathLike[str],
         overwrite: bool = True,
@@ -89,9 +91,7 @@ def hook_saving() -> None:
         with handlers.call("keeping_files"):
             return original(self, filepath, True, *args, **kwargs)
 
-    def load_weights(
-        original: Callable[..., object], self: keras.Model, /, *args: object, **kwargs: object
-    ) -> object:
+    def load_weights(original: Function, self: keras.Model, /, *args: object, **kwargs: object) -> object:
         result = original(self, *args, **kwargs)
         strategy = strategy_of(self)
         if strategy is not None:

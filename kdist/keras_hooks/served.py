@@ -118,10 +118,9 @@ def variable_like(array: np.ndarray, path: str, trainable: bool) -> keras.Variab
 
 
 def reduced(value: object) -> Any:
-    """Returns how to pickle a Keras object by its attributes, rather than as a saved file.
+    """Returns, in the format of `__reduce__`, how to pickle a Keras object by its attributes, not as a saved file.
 
-    Returns:
-        A value in the format of `__reduce__`, or `NotImplemented` for objects that are pickled as usual.
+    Returns `NotImplemented` for objects that are pickled as usual.
     """
     import keras
     from keras.src.saving.keras_saveable import KerasSaveable
@@ -150,8 +149,7 @@ def _new(cls: Any) -> object:
 
 
 class _Filled(threading.local):
-    def __init__(self) -> None:
-        self.objects: list[object] | None = None
+    objects: list[object] | None = None
 
 
 _filled = _Filled()

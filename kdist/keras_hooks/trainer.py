@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from kdist.keras_hooks.wrapping import wrap
@@ -12,6 +12,8 @@ from kdist.keras_hooks.wrapping import wrap
 if TYPE_CHECKING:
     import keras
     from keras.src.trainers.trainer import Trainer as BaseTrainer
+
+    from kdist.arrays.types import Function
 
 
 # How often the user asked Keras to make the step functions of a model again.
@@ -30,12 +32,12 @@ def base_trainer() -> type[BaseTrainer]:
 def hook_compile() -> None:
     """Records models for `asks_for_jit`."""
 
-    def compile(original: Callable[..., object], self: BaseTrainer, *args: object, **kwargs: object) -> None:
+    def compile(original: Function, self: BaseTrainer, *args: object, **kwargs: object) -> None:
         original(self, *args, **kwargs)
         is_chosen = (kwargs.get("jit_compile") or (*args, *[None] * 8)[7]) is True
         (_compiled_by_choice.add if is_chosen else _compiled_by_choice.discard)(self)
 
-    def from_config(original: Callable[..., object], self: BaseTrainer, config: Mapping[str, object]) -> None:
+    def from_config(original: Function, self: BaseTrainer, config: Mapping[str, object]) -> None:
         original(self, config)
         _compiled_by_choice.discard(self)  # a file may contain Keras's choice for "auto"
 
@@ -47,9 +49,7 @@ def hook_functions() -> None:
     """Records calls of `make_train_function(force=True)`, and of the methods for testing and predicting."""
     import keras
 
-    def make(
-        attribute: str, original: Callable[..., object], self: keras.Model, force: bool = False
-    ) -> object:
+    def make(attribute: str, original: Function, self: keras.Model, force: bool = False) -> object:
         if getattr(self, attribute, None) is _function_of_kdist:
             setattr(self, attribute, None)  # Keras would return it
         if force:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import keras
     import numpy as np
 
+    from kdist.arrays.types import Function
     from kdist.values import Tensor
 
 
@@ -20,15 +21,13 @@ def hook_variables() -> None:
     """Registers new variables with the strategy in scope, which makes them equal on all workers."""
     import keras
 
-    def note(
-        original: Callable[..., object], self: keras.Variable, /, *args: object, **kwargs: object
-    ) -> None:
+    def note(original: Function, self: keras.Variable, /, *args: object, **kwargs: object) -> None:
         original(self, *args, **kwargs)
         strategy = context.current_strategy()
         if strategy is not None and context.in_cross_replica_context():
             strategy.new_variables.add(self)
 
-    def addition(original: Callable[..., object], self: keras.Variable, value: object) -> object:
+    def addition(original: Function, self: keras.Variable, value: object) -> object:
         adding = getattr(stateless_scope(), "adding", contextlib.nullcontext)
         with adding():
             return original(self, value)
@@ -50,7 +49,7 @@ def hook_assignments(
     """
     import keras
 
-    def direct(original: Callable[..., object], self: keras.Variable, value: Tensor) -> None:
+    def direct(original: Function, self: keras.Variable, value: Tensor) -> None:
         original(self, value_of(self, value))
         assigned(self)
 
@@ -64,11 +63,8 @@ def hook_reading(
     """Sets a function that reads a Keras variable as a NumPy array; the backend calls this once.
 
     `keras.ops.convert_to_numpy`, `get_weights` and all Keras files use it. An array that is sharded over
-    several workers must be gathered first.
-
-    Args:
-        read: Returns the value of a variable, or `None` to use Keras's conversion.
-        shown: Receives a variable and a value with another shape; returns the value without padding.
+    several workers must be gathered first. `read` returns `None` to use Keras's conversion, and `shown` removes the
+    padding of a value.
     """
     import keras
 
@@ -129,11 +125,7 @@ def show_state(model: keras.Model, write: Callable[[], None]) -> None:
     """Makes the current weights visible to callbacks that use `self.model` in the middle of an epoch.
 
     On JAX, the state is not in the variables during an epoch. Keras's `Callback.model` calls
-    `model.jax_state_sync()` before it returns the model.
-
-    Args:
-        model: The model that trains.
-        write: Writes the state to the variables. It may be called at any time between steps.
+    `model.jax_state_sync()` before it returns the model, so `write` may be called at any time between steps.
     """
     for name in _STATE_SYNC:
         model.__dict__[name] = write
@@ -173,7 +165,7 @@ def without_scope() -> Iterator[None]:
         global_state.set_global_attribute("stateless_scope", scope)
 
 
-def hook_cond(cond: Callable[..., Callable[..., object]]) -> None:
+def hook_cond(cond: Callable[..., Function]) -> None:
     """Wraps `keras.ops.cond` on JAX; the backend calls this once.
 
     A `LossScaleOptimizer` writes variables in the branches. JAX does not let such values leave a branch.

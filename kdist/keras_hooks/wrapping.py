@@ -25,7 +25,7 @@ class Rows(Protocol):
 
 
 class RunningReplica(Protocol):
-    """The parts of a backend's `Replica` that hooks use."""
+    """The parts of a backend's `Replica` that hooks use; see `kdist/backends/replica.py`."""
 
     is_model_step: bool
     rows: Rows
@@ -34,50 +34,25 @@ class RunningReplica(Protocol):
     scope: Any
 
     @property
-    def is_entered(self) -> bool:
-        """Whether a thread currently runs this replica."""
-
+    def is_entered(self) -> bool: ...
     @property
-    def replica_id_in_sync_group(self) -> int:
-        """Its index; a scalar of the backend if one program runs on all devices."""
-
+    def replica_id_in_sync_group(self) -> int: ...
     @property
-    def num_replicas_in_sync(self) -> int:
-        """The number of replicas of all workers."""
-
+    def num_replicas_in_sync(self) -> int: ...
     @property
-    def divides_variables(self) -> bool:
-        """Whether `take_variables` shards variables."""
-
-    def __enter__(self) -> object:
-        """Makes a thread run this replica."""
-
-    def __exit__(self, *error: Any) -> None:
-        """Ends it."""
-
-    def scalar(self, number: Any, dtype: Any) -> Tensor:
-        """Returns a number as a tensor."""
-
-    def moments(self, x: Tensor, axes: Sequence[int], keepdims: bool) -> tuple[Tensor, Tensor]:
-        """Returns the mean and variance over the rows of all replicas."""
-
-    def all_reduce_packed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Sums each tensor over all replicas."""
-
-    def mean_over_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Returns means over all rows, given means over the rows of each replica."""
-
-    def weight_loss(self, loss: Tensor) -> Tensor:
-        """Weights a loss with this replica's share."""
-
-    def sum_gradients(self, gradients: Sequence[Tensor], variables: Sequence[keras.Variable]) -> list[Tensor]:
-        """Returns the gradients of the global loss."""
-
-    def take_variables(self, variables: Sequence[keras.Variable]) -> None:
-        """Shards new variables."""
-
-    def apply_gradients(self, apply: Callable[[], object]) -> object:
-        """Runs the optimizer on the variables of this replica."""
+    def divides_variables(self) -> bool: ...
+    def __enter__(self) -> object: ...
+    def __exit__(self, *error: Any) -> None: ...
+    def scalar(self, number: Any, dtype: Any) -> Tensor: ...
+    def moments(self, x: Tensor, axes: Sequence[int], keepdims: bool) -> tuple[Tensor, Tensor]: ...
+    def all_reduce_packed(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
+    def mean_over_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
+    def weight_loss(self, loss: Tensor) -> Tensor: ...
+    def sum_gradients(
+        self, gradients: Sequence[Tensor], variables: Sequence[keras.Variable]
+    ) -> list[Tensor]: ...
+    def take_variables(self, variables: Sequence[keras.Variable]) -> None: ...
+    def apply_gradients(self, apply: Callable[[], object]) -> object: ...
 
 
 # The strategy of each model, kept outside the models so that saved files do not depend on kdist.

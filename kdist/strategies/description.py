@@ -55,8 +55,9 @@ def describe(strategy: Described) -> str:
     runtime: Runtime | None = getattr(strategy, "_runtime", None)
     if runtime is None:
         return f"<{name}: not created yet>"
+    worker = f"worker {runtime.worker_index} of {runtime.num_workers}"
     parts = strategy._told.tasks or [
-        *_worker(runtime),
+        *([worker] if runtime.num_workers > 1 else []),
         _devices(runtime),
         *_storage(runtime.topology, runtime.num_replicas),
     ]
@@ -92,11 +93,6 @@ def plan(strategy: Described) -> str:
     source = strategy._told.source or (cluster.source if cluster is not None else "")
     name = type(strategy).__name__.removesuffix("Strategy")
     return ", ".join([f"{name} on {engine}", *who, *([f"from {source}"] if source else [])])
-
-
-def _worker(runtime: Runtime) -> list[str]:
-    several = runtime.num_workers > 1
-    return [f"worker {runtime.worker_index} of {runtime.num_workers}"] if several else []
 
 
 def _devices(runtime: Runtime) -> str:

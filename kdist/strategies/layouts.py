@@ -24,11 +24,7 @@ class LayoutRules:
         self.unused = set(layouts)
 
     def __call__(self, path: str, shape: tuple[int, ...], lengths: Mapping[str, int]) -> Layout:
-        """Returns the layout of a variable.
-
-        Raises:
-            InvalidArgumentError: If the layout does not fit the variable.
-        """
+        """Returns the layout of a variable. Raises an `InvalidArgumentError` if it does not fit the variable."""
         pattern = self._find(path)
         if pattern is None:
             return (None,) * len(shape)
@@ -61,11 +57,7 @@ class LayoutFunction:
         self._function = function
 
     def __call__(self, path: str, shape: tuple[int, ...], lengths: Mapping[str, int]) -> Layout:
-        """Returns the layout of a variable.
-
-        Raises:
-            InvalidArgumentError: If the layout does not fit the variable.
-        """
+        """Returns the layout of a variable. Raises an `InvalidArgumentError` if it does not fit the variable."""
         return _checked(tuple(self._function(path, shape)), path, shape, lengths, f'".*{path}"')
 
 

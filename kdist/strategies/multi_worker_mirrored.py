@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kdist.cluster import ClusterResolver, TFConfigClusterResolver
+from kdist.cluster import ClusterResolver
 from kdist.communication.options import CommunicationImplementation, CommunicationOptions
 from kdist.strategies.places import check_options, find_workers, join_workers
 from kdist.strategies.strategy import Strategy
-from kdist.topology import Topology
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -52,9 +51,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         devices: Sequence[str] | None = None,
     ) -> None:
         options = check_options(communication_options)
-        cluster, names = find_workers(cluster_resolver, devices)
-        self._cluster_resolver = cluster.resolver or TFConfigClusterResolver()
-        topology = Topology(names, cluster if cluster.num_workers > 1 else None)
+        topology, self._cluster_resolver = find_workers(cluster_resolver, devices)
         super().__init__(join_workers(topology, options))
 
     @property

@@ -55,11 +55,7 @@ class NewVariables:
     def share(self) -> None:
         """Sends the chief's values to all workers, and shards them if the topology requires it.
 
-        All workers must create the same variables before they call it.
-
-        Raises:
-            WorkerMismatchError: If the workers have created different variables.
-            InvalidArgumentError: If a layout does not fit its variable.
+        All workers must create the same variables before they call it; see `Strategy.scope`.
         """
         if not self._runtime.takes_variables:
             return

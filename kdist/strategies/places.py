@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from kdist.backends import get_backend
 from kdist.backends.contract import Backend, Runtime
 from kdist.backends.messages import check_equal
-from kdist.cluster import Cluster, ClusterResolver, discover
+from kdist.cluster import ClusterResolver, TFConfigClusterResolver, discover
 from kdist.communication.options import CommunicationOptions, hint_ignored
 from kdist.errors import InvalidArgumentError
-from kdist.topology import Mirrored, Topology
+from kdist.topology import Mirrored, Sharded, Topology
 
 
 def choose_devices(
@@ -70,14 +70,16 @@ def join_workers(topology: Topology, options: CommunicationOptions) -> Runtime:
 
 
 def find_workers(
-    resolver: ClusterResolver | None, devices: Sequence[str] | None
-) -> tuple[Cluster, tuple[str, ...]]:
-    """Returns the cluster and the devices of this worker.
+    resolver: ClusterResolver | None, devices: Sequence[str] | None, storage: Mirrored | Sharded | None = None
+) -> tuple[Topology, ClusterResolver]:
+    """Returns the devices of this worker with its cluster, and the resolver of the cluster.
 
     The devices come from the user, or else from the resolver. `()` means that the backend chooses.
     """
     cluster = discover(resolver)
-    return cluster, check_device_names(devices) if devices is not None else _told_devices(resolver)
+    names = check_device_names(devices) if devices is not None else _told_devices(resolver)
+    topology = Topology(names, cluster if cluster.num_workers > 1 else None, storage or Mirrored())
+    return topology, cluster.resolver or TFConfigClusterResolver()
 
 
 def _told_devices(resolver: ClusterResolver | None) -> tuple[str, ...]:

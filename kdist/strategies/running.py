@@ -92,4 +92,4 @@ def run(
                 received={"replica_0": results[0], f"replica_{index}": other},
                 hint="Return the same structure in every replica, with None for a missing value.",
             ) from error
-    return regroup(results, keras.tree.map_structure, always_wrap=False)
+    return regroup(results, always_wrap=False)

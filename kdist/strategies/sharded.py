@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from kdist import unsupported
 from kdist.backends import get_backend
-from kdist.cluster import ClusterResolver, TFConfigClusterResolver
+from kdist.cluster import ClusterResolver
 from kdist.communication.options import CommunicationOptions
 from kdist.strategies.places import check_options, find_workers, join_workers
 from kdist.strategies.strategy import Strategy
-from kdist.topology import Mirrored, Sharded, Topology
-
-if TYPE_CHECKING:
-    pass
+from kdist.topology import Mirrored, Sharded
 
 
 class ShardedStrategy(Strategy):
@@ -37,11 +33,10 @@ class ShardedStrategy(Strategy):
         backend = get_backend()
         unsupported.check(type(self).__name__, backend.name)
         options = check_options(communication_options)
-        cluster, names = find_workers(cluster_resolver, devices)
+        topology, self._cluster_resolver = find_workers(cluster_resolver, devices, storage)
+        names = topology.devices
         if len(names) > 1 and isinstance(storage, Sharded):
             unsupported.check(type(self).__name__, backend.name, "devices", {"devices": names})
-        self._cluster_resolver = cluster.resolver or TFConfigClusterResolver()
-        topology = Topology(names, cluster if cluster.num_workers > 1 else None, storage)
         super().__init__(join_workers(topology, options))
 
     @property

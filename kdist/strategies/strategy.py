@@ -393,8 +393,7 @@ class Strategy:
             return PerReplica([leaf] * len(self.runtime.devices))
 
         value = keras.tree.map_structure(of_variable, value)
-        num_local = len(self.runtime.devices)
-        return local_results(value, num_local, keras.tree.map_structure, keras.tree.is_nested)
+        return local_results(value, len(self.runtime.devices))
 
     def __repr__(self) -> str:
         return describe(self)

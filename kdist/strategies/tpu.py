@@ -13,7 +13,6 @@ from kdist.cluster.tpu import TPUClusterResolver
 from kdist.errors import DeviceError, InvalidArgumentError
 from kdist.strategies.places import find_workers
 from kdist.strategies.strategy import Strategy
-from kdist.topology import Topology
 
 _Tensor = TypeVar("_Tensor")
 
@@ -70,9 +69,8 @@ class TPUStrategy(Strategy):
                 received={"device_assignment": experimental_device_assignment},
                 hint="Remove the device assignment. " + _DIVIDE,
             )
-        self._cluster_resolver = tpu_cluster_resolver or TPUClusterResolver()
-        cluster, names = find_workers(self._cluster_resolver, devices)
-        topology = Topology(names, cluster if cluster.num_workers > 1 else None)
+        resolver = tpu_cluster_resolver or TPUClusterResolver()
+        topology, self._cluster_resolver = find_workers(resolver, devices)
         super().__init__(backend.create_runtime(topology))
         if devices is None and not self.runtime.devices[0].startswith("tpu:"):
             raise DeviceError(

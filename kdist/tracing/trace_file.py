@@ -30,13 +30,7 @@ _STARTS, _JOBS = 10_000, 100_000_000
 
 
 class TraceFile:
-    """The trace of this process.
-
-    Args:
-        folder: The directory of the trace. It is created if necessary.
-        index: The index of this task.
-        job: The job of this task.
-    """
+    """The trace of this process, in a directory that is created if necessary."""
 
     def __init__(self, folder: str, index: int, job: str = "worker") -> None:
         os.makedirs(folder, exist_ok=True)

@@ -19,8 +19,8 @@ from kdist.cluster.logs import logger
 from kdist.errors import CheckpointCorruptError, InvalidArgumentError
 from kdist.training.preemption import TerminationConfig, TerminationWatch
 from kdist.training.progress import Progress
-from kdist.training.regular_exchange import RegularExchange
 from kdist.training.session import progress_of
+from kdist.training.voting import RegularExchange
 
 # The number of `fit`s that have ended in this process and deleted their backups, by directory.
 _ended: collections.Counter[str] = collections.Counter()

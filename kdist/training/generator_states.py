@@ -33,10 +33,7 @@ def capture(loader: Any = None) -> dict[str, object]:
 def restore(states: Mapping[str, Any], loader: Any = None, with_own: bool = True) -> None:
     """Restores states from `capture`, in any process. Skips the state of another backend.
 
-    Args:
-        states: The states.
-        loader: A PyTorch loader, if any.
-        with_own: Whether to restore the loader's own generators, and not only the global one.
+    `with_own` means to restore the loader's own generators, and not only the global one.
     """
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))

@@ -1,4 +1,4 @@
-"""Restricts Keras callbacks that write files to the chief.
+"""Restricts Keras callbacks that write files to the chief, and notifies the evaluators of these files.
 
 This applies if a worker and the chief have a callback of the same kind with the same path. If the chief has
 no such callback, or its path differs, the callback behaves as in plain Keras.
@@ -7,14 +7,18 @@ no such callback, or its path differs, the callback behaves as in plain Keras.
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import keras
 
+from kdist.backends.contract import Runtime
+from kdist.checkpoint import ending
 from kdist.training import saving
-from kdist.whole_files import normal
+from kdist.whole_files import is_remote, normal
 
 if TYPE_CHECKING:
     UserCallbacks: TypeAlias = (
@@ -50,6 +54,27 @@ def saved_paths(callbacks: UserCallbacks) -> list[str]:
     """Returns the paths to which `ModelCheckpoint` callbacks save the model."""
     found = [_described(callback) for callback in _members(callbacks)]
     return [path for kind, path in filter(None, found) if kind == "ModelCheckpoint"]
+
+
+class Ending:
+    """Notifies evaluators that watch the checkpoint directories of a `fit` when it has ended.
+
+    The chief removes the file `.training-ended` when `fit` begins, and writes it after `fit` has succeeded.
+    """
+
+    def __init__(self, runtime: Runtime, callbacks: keras.callbacks.CallbackList) -> None:
+        self._is_chief = runtime.worker_index == 0
+        self._began = time.monotonic()
+        # The paths up to the first placeholder.
+        paths = [path.partition("{")[0] for path in saved_paths(callbacks) if not is_remote(path)]
+        self._folders = set(map(os.path.dirname, paths))
+        if self._is_chief:
+            ending.begin(self._folders)
+
+    def leave(self) -> None:
+        """Writes the file to the directories of this `fit` that an evaluator watches or will watch."""
+        if self._is_chief:
+            ending.end(filter(ending.is_wanted, {*self._folders, *ending.saved_since(self._began)}))
 
 
 @contextlib.contextmanager

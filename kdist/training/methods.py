@@ -25,7 +25,7 @@ from kdist.errors import InvalidArgumentError
 from kdist.training import keras_callbacks
 from kdist.training.backup_and_restore import BackupAndRestore
 from kdist.training.batches import GlobalBatches
-from kdist.training.ending import Ending
+from kdist.training.keras_callbacks import Ending
 from kdist.training.progress import Progress
 from kdist.training.session import Session, session_of
 from kdist.training.validation import Validation, evaluate_batches

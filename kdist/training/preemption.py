@@ -21,7 +21,7 @@ from kdist.checkpoint.checkpoint import Checkpoint
 from kdist.checkpoint.manager import CheckpointManager
 from kdist.cluster import logs
 from kdist.errors import InvalidArgumentError
-from kdist.training.regular_exchange import RegularExchange
+from kdist.training.voting import RegularExchange
 
 EXIT_CODE = 75
 """The exit code of preempted workers: "temporary failure, try again" (EX_TEMPFAIL in sysexits.h)."""

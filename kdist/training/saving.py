@@ -53,14 +53,8 @@ def save(
 ) -> object:
     """Saves a file of a model once for all workers that call this. The hooks in Keras's `save` call it.
 
-    Args:
-        strategy: The strategy of the model.
-        model: The model. Workers with the same state of the model share a file.
-        target: The path that the user passed, or an open file.
-        write: Keras's function, which writes to the path that it receives.
-
-    Returns:
-        The result of `write`, or `None` if another worker wrote the file.
+    Workers with the same state of the model share a file. `write` is Keras's function, which writes to the path that
+    it receives. Returns its result, or `None` if another worker wrote the file.
     """
     runtime = strategy.runtime
 
@@ -159,13 +153,13 @@ class _Log:
         with self._lock:
             number, self._num_posted = self._num_posted, self._num_posted + 1
         end: dict[str, object] = {"failed": True}
-        _post(runtime, _begin_key(number), list(wanted))
+        _post(runtime, _key("save", number), list(wanted))
         try:
             result, written = write_whole(wanted[0], write, runtime.worker_index)
             end = {"file": written, "stat": _stat(written)}
             return result
         finally:
-            _post(runtime, _end_key(number), end)
+            _post(runtime, _key("saved", number), end)
             if self._stays_until is None:
                 atexit.register(self._stay, runtime)  # runs before the connection is closed
             self._stays_until = time.monotonic() + _STAY_SECONDS
@@ -175,7 +169,9 @@ class _Log:
         left = set(range(1, runtime.num_workers))
         with contextlib.suppress(Exception):  # backends raise different errors when other workers have exited
             while left and time.monotonic() < (self._stays_until or 0.0) and not hasattr(sys, "last_type"):
-                left = {i for i in left if runtime.group.look_up(_seen_key(self._num_posted - 1, i)) is None}
+                left = {
+                    i for i in left if runtime.group.look_up(_key("seen", self._num_posted - 1, i)) is None
+                }
                 time.sleep(_PAUSE if left else 0.0)
 
     def is_written(self, runtime: Runtime, wanted: tuple[str, str]) -> bool:
@@ -185,7 +181,7 @@ class _Log:
                 found, last = self._wait(runtime, wanted), len(self._posts) - 1
                 if last > self._last_seen:
                     self._last_seen = last
-                    _post(runtime, _seen_key(last, runtime.worker_index), True)
+                    _post(runtime, _key("seen", last, runtime.worker_index), True)
                 return found
             except Exception as error:  # backends raise different errors when the chief has exited
                 logs.logger.warning(
@@ -223,7 +219,7 @@ class _Log:
     def _wait_for_end(self, runtime: Runtime, post: _Post) -> bool:
         deadline = time.monotonic() + _WRITING_SECONDS
         while post.end is None:
-            text = runtime.group.look_up(_end_key(post.number))
+            text = runtime.group.look_up(_key("saved", post.number))
             post.end = json.loads(text) if text is not None else None
             if post.end is None:
                 if time.monotonic() > deadline:
@@ -244,7 +240,7 @@ class _Log:
         return newer and _stat(written) is not None
 
     def _read_next(self, runtime: Runtime) -> bool:
-        text = runtime.group.look_up(_begin_key(len(self._posts)))
+        text = runtime.group.look_up(_key("save", len(self._posts)))
         if text is not None:
             path, state = json.loads(text)
             self._posts.append(_Post(len(self._posts), (path, state)))
@@ -260,16 +256,9 @@ class _Log:
         self._patience = _IMPATIENCE_SECONDS
 
 
-def _begin_key(number: int) -> str:
-    return f"kdist/save/{number}"
-
-
-def _end_key(number: int) -> str:
-    return f"kdist/saved/{number}"
-
-
-def _seen_key(number: int, worker_index: int) -> str:
-    return f"kdist/seen/{number}/{worker_index}"
+def _key(event: str, *numbers: int) -> str:
+    """Returns the key of a post: "save" and "saved" with the number of a save, "seen" also with a worker."""
+    return "/".join(["kdist", event, *map(str, numbers)])
 
 
 def _post(runtime: Runtime, key: str, value: object) -> None:

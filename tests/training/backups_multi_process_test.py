@@ -66,7 +66,7 @@ def fit(
     import keras
 
     import kdist
-    from kdist.training import backup_and_restore, preemption, regular_exchange
+    from kdist.training import backup_and_restore, preemption, voting
 
     index = int(os.environ["RANK"])
     clock = Clock(1000.0 * index, 1.0 + 2 * index)
@@ -99,7 +99,7 @@ def fit(
     with strategy().scope():
         model = by_hand.model(is_true)
     backups = Backup(folder, **backup)
-    times = [(module, module.time) for module in (backup_and_restore, regular_exchange, preemption)]
+    times = [(module, module.time) for module in (backup_and_restore, voting, preemption)]
     try:
         for module, _ in times:
             module.time = clock

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kdist.training import regular_exchange
+from kdist.training import voting
 
 
 @pytest.mark.kills("exchange_at_every_step")
 def test_exchanges_come_about_as_often_as_the_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(regular_exchange.time, "monotonic", lambda: clock[0])
-    met = regular_exchange.RegularExchange(None, seconds=0.5)
+    monkeypatch.setattr(voting.time, "monotonic", lambda: clock[0])
+    met = voting.RegularExchange(None, seconds=0.5)
     times = []
     for step in range(4000):
         clock[0] += 0.001

@@ -13,7 +13,7 @@ import numpy as np
 from kdist import keras_hooks
 from kdist.backends.contract import Backend, Runtime
 from kdist.backends.jax import devices as jax_devices
-from kdist.backends.jax import functions, moments, programs, scopes, storage, workers
+from kdist.backends.jax import functions, moments, programs, scopes, storage, tables, workers
 from kdist.backends.jax.coordination import JaxEngine
 from kdist.backends.jax.runtime import JaxRuntime
 from kdist.cluster import visible_gpus
@@ -44,10 +44,10 @@ class JaxBackend(Backend):
         keras_hooks.hook_cond(scopes.cond)
         keras_hooks.hook_assignments(programs.assigned, storage.assigned_value)
         keras_hooks.hook_moments(moments.moments)
+        keras_hooks.hook_embedding(tables.lookup)
         keras_hooks.hook_reading(storage.read, storage.shown)
 
     def native_batches(self, adapter: DataAdapter) -> Iterable[Structure]:
-        """Returns an iterator of NumPy arrays."""
         return adapter.get_jax_iterator()
 
     own_devices = staticmethod(jax_devices.own_devices)
@@ -58,7 +58,6 @@ class JaxBackend(Backend):
         options: CommunicationOptions | None = None,
         ops: CrossDeviceOps | None = None,
     ) -> Runtime:
-        """Joins the workers of the cluster (if any) and returns the runtime of one strategy."""
         if ops is not None:
             hint_ignored(f"cross_device_ops={ops!r}", "on JAX, XLA chooses the algorithm.")
         wished = topology.devices or _cpus_of_mesh(topology)
@@ -78,7 +77,6 @@ class JaxBackend(Backend):
         return head + words
 
     def set_random_state(self, state: bytes) -> None:
-        """Restores the state that `random_state` returned on another worker."""
         position, has_gauss, gauss = _GENERATOR.unpack_from(state)
         words = np.frombuffer(state, dtype="<u4", offset=_GENERATOR.size).astype(np.uint32)
         np.random.set_state(("MT19937", words, position, has_gauss, gauss))

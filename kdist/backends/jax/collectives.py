@@ -11,6 +11,7 @@ import numpy as np
 from jax.experimental.buffer_callback import Buffer, ExecutionContext, buffer_callback
 from jax.extend.core import get_opaque_trace_state
 
+from kdist.backends.jax.dispatched import state_of
 from kdist.backends.jax.row_rules import NoRule
 from kdist.communication.shared_memory import SharedMemory
 from kdist.values import DistributedValues, PerReplica
@@ -40,12 +41,7 @@ class Collectives(Protocol):
 
 
 class MeshCollectives:
-    """The collectives of a program that all devices run with equal tensor shapes.
-
-    Args:
-        runtime: The `JaxCore`.
-        in_memory: Sums in shared memory, or `None` if XLA sums.
-    """
+    """The collectives of a program that all devices run with equal tensor shapes. XLA sums without `in_memory`."""
 
     def __init__(self, runtime: Any, in_memory: SumsInMemory | None = None) -> None:
         self._memory: SharedMemory | None = runtime.memory
@@ -141,21 +137,9 @@ def next_turn(runtime: Any) -> jax.Array | np.ndarray:
     memory = runtime.memory
     if memory is None:
         return np.zeros((), np.int32)
-    if memory.turn is None or _has_failed(memory.turn):
+    if memory.turn is None or state_of(memory.turn) in ("failed", "reused"):
         memory.turn = runtime.place_state(np.int32(0))
     return memory.turn
-
-
-def _has_failed(array: jax.Array) -> bool:
-    """Returns whether the program that computes an array has failed, or another program has reused the array."""
-    if array.is_deleted():  # `is_ready` would crash (jaxlib 0.10.2)
-        return True
-    try:
-        if array.is_ready():
-            array.block_until_ready()
-    except (RuntimeError, ValueError):
-        return True
-    return False
 
 
 class SumsOfXla:

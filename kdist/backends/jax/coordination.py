@@ -22,14 +22,12 @@ class JaxEngine(Engine):
     """Implements `Engine` with immutable arrays: a new value is always a new array."""
 
     def __init__(self) -> None:
-        tables.hook_lookups()
         # The compiled steps of each optimizer. The keys are the ids of the variables.
         self._programs: weakref.WeakKeyDictionary[
-            keras.optimizers.Optimizer, dict[tuple[int, ...], Callable[[Sequence[np.ndarray]], None]]
+            keras.Optimizer, dict[tuple[int, ...], Callable[[Sequence[np.ndarray]], None]]
         ] = weakref.WeakKeyDictionary()
 
     def load(self, variable: keras.Variable, held: jax.Array | None, array: np.ndarray) -> jax.Array:
-        """Copies a value to the device."""
         with jax.ensure_compile_time_eval():  # the first read may happen in a trace
             return keras.ops.convert_to_tensor(array, dtype=variable.dtype)
 
@@ -66,10 +64,7 @@ class JaxEngine(Engine):
         return logs
 
     def apply(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        gradients: Sequence[np.ndarray],
-        variables: Sequence[keras.Variable],
+        self, optimizer: keras.Optimizer, gradients: Sequence[np.ndarray], variables: Sequence[keras.Variable]
     ) -> None:
         """Runs the optimizer's step, which is compiled once per set of variables."""
         programs = self._programs.setdefault(optimizer, {})
@@ -80,7 +75,7 @@ class JaxEngine(Engine):
 
 
 def _compiled(
-    optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
+    optimizer: keras.Optimizer, variables: list[keras.Variable]
 ) -> Callable[[Sequence[np.ndarray]], None]:
     state = [*variables, *optimizer.variables]
 

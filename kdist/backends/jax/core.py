@@ -31,18 +31,17 @@ from kdist.backends.jax.dispatched import note_dispatched
 from kdist.backends.jax.rendezvous import without_chatter
 from kdist.backends.jax.storage import Storage, arranged, is_divided
 from kdist.backends.jax.workers import all_devices
-from kdist.backends.workers import Workers
+from kdist.backends.workers import Workers, in_parts
 from kdist.communication.shared_memory import SharedMemory
 from kdist.control.joining import closed_error
 from kdist.errors import DatasetError
-from kdist.topology import LocalParts, Topology
+from kdist.topology import Topology
 
 if TYPE_CHECKING:
     from typing import TypeGuard
 
     from kdist.arrays.types import Structure, T
 
-_MOST_BYTES = 64 << 20
 _SMALL_BYTES = 1 << 20
 _MOST_EVEN = 64  # arrays of the last batches
 
@@ -137,7 +136,6 @@ class JaxCore(Runtime):
         return not isinstance(jax.numpy.zeros(()), jax.core.Tracer)
 
     def to_holder(self, parts: Sequence[jax.Array]) -> list[jax.Array]:
-        """Copies tensors to the device that holds variables."""
         return [
             part if isinstance(part, jax.core.Tracer) else jax.device_put(part, self.holder) for part in parts
         ]
@@ -146,7 +144,8 @@ class JaxCore(Runtime):
         """Copies the chief's values to all workers, and shards new variables."""
         if self.num_workers > 1:
             # Sharded variables have had the chief's values since they were sharded.
-            for some in _in_parts([v for v in variables if not is_divided(v)]):
+            whole_ones = [v for v in variables if not is_divided(v)]
+            for some in in_parts(whole_ones, lambda variable: math.prod(variable.shape) * 4):
                 # A new variable may hold the value of a sharded one, as in `ScheduleFreeAdamW`.
                 values = self.broadcast([storage.whole(variable.value, self.mesh) for variable in some])
                 for variable, value in zip(some, values, strict=True):
@@ -164,8 +163,6 @@ class JaxCore(Runtime):
         return self._replicate(jax.device_put(values, self.holder, may_alias=False))
 
     def place(self, parts: Sequence[Structure]) -> list[Structure]:
-        """Copies the batch of each local replica to its device."""
-
         def ready(leaf: object) -> jax.Array | np.ndarray | sparse.BCOO | None:
             array = _as_array(leaf)
             # JAX shares aligned memory even with may_alias=False, but a pipeline may overwrite it.
@@ -311,13 +308,8 @@ class JaxCore(Runtime):
             for variable, value in zip(variables, values, strict=True)
         ]
 
-    def kept_whole(self, variables: Sequence[keras.Variable]) -> AbstractContextManager[object]:
-        """Returns a context that keeps the gathered variables in host memory."""
-        return storage.kept_whole(self, variables)
-
-    def local_parts(self, variable: keras.Variable) -> LocalParts | None:
-        """Returns this worker's parts of a variable; `None` if not exactly one axis is sharded over workers."""
-        return storage.local_parts(variable)
+    kept_whole = storage.kept_whole
+    local_parts = staticmethod(storage.local_parts)
 
     def local_values(self, variable: keras.Variable) -> Sequence[jax.Array | np.ndarray]:
         """Returns a list that contains the whole value of a variable."""
@@ -333,7 +325,8 @@ class JaxCore(Runtime):
     def broadcast(self, values: Sequence[jax.Array | np.ndarray]) -> list[jax.Array]:
         """Returns worker 0's arrays on this worker's first device. All workers must call this method."""
         hosts = [np.asarray(value) for value in values]
-        words = _words(b"".join(host.tobytes() for host in hosts))
+        data = b"".join(host.tobytes() for host in hosts)
+        words = np.frombuffer(data + bytes(-len(data) % 4), np.uint32)
         # One row per device. A program that returns the first row on all devices broadcasts it.
         (rows,) = self.join_values([[words[None]] * len(self.devices)])
         first = jax.jit(lambda rows: rows[0], out_shardings=self.replicated)(rows)
@@ -363,24 +356,6 @@ class JaxCore(Runtime):
             return jax.tree.map(over_workers, values)
         copies = jax.device_put(values, self._local_replicated)
         return jax.tree.map(over_workers, copies) if self.num_workers > 1 else copies
-
-
-def _in_parts(variables: Sequence[keras.Variable]) -> Iterator[Sequence[keras.Variable]]:
-    """Yields groups of variables, so that a device has enough memory for a second copy of each group."""
-    some: list[keras.Variable] = []
-    size = 0
-    for variable in variables:
-        some.append(variable)
-        size += math.prod(variable.shape) * 4
-        if size > _MOST_BYTES:
-            yield some
-            some, size = [], 0
-    if some:
-        yield some
-
-
-def _words(data: bytes) -> np.ndarray:
-    return np.frombuffer(data + bytes(-len(data) % 4), np.uint32)
 
 
 def _is_number(array: object) -> TypeGuard[jax.Array | np.ndarray]:

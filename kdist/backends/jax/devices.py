@@ -38,11 +38,7 @@ def list_devices(kind: str | None = None) -> tuple[str, ...]:
 
 
 def request_cpus(devices: Sequence[str]) -> None:
-    """Makes JAX provide the CPU devices in `devices` (short names), without starting it.
-
-    Raises:
-        DeviceError: If JAX has already started with fewer CPU devices.
-    """
+    """Makes JAX provide the CPU devices in `devices` (short names), or raises an error if it has already started."""
     needed = count_of_kind(devices, "cpu")
     if needed < 2:
         return
@@ -100,14 +96,10 @@ def find_devices(names: Sequence[str]) -> list[jax.Device]:
 
 
 def along_links(names: Sequence[str], mesh_shape: Sequence[int]) -> tuple[str, ...]:
-    """Sorts the TPU cores of this worker, so that a mesh uses their links efficiently.
+    """Sorts the TPU cores of this worker, so that a mesh over all workers uses their links efficiently.
 
     The order of the workers does not change. In this order, the hosts of a slice are neighbors, so the first
     axes of the mesh span the slower network.
-
-    Args:
-        names: The short names of TPU cores.
-        mesh_shape: The lengths of the axes of the mesh over all workers.
     """
     devices = find_devices(names)
     left = len(devices)

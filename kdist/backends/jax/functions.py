@@ -6,7 +6,7 @@ import collections
 import functools
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import keras
@@ -25,58 +25,58 @@ from kdist.backends.jax.row_rules import NoRule
 from kdist.backends.jax.scopes import GradientScope, JaxScope, PlainScope, Values, initial_value
 from kdist.backends.jax.storage import divided, stored
 from kdist.backends.jax.tables import Tables
+from kdist.backends.workers import Workers
 from kdist.cluster import logs
 from kdist.communication.options import hint_ignored
 from kdist.context import current_replica
 from kdist.errors import KdistError
+from kdist.topology import Topology
 from kdist.values import DistributedValues
 
 if TYPE_CHECKING:
-    from kdist.arrays.types import P, R, Structure, Tensor
+    from kdist.arrays.types import Args, Function, Kwargs, P, R, Structure, Tensor
     from kdist.backends.jax.scopes import Held
     from kdist.context import StrategyLike
+
+    _Arrays: TypeAlias = Sequence[jax.Array]
+    _Helds: TypeAlias = Sequence[Held]
+    _Results: TypeAlias = tuple[list[Held], list[jax.Array]]
+    """The values of written variables, and the arrays in the result of a function."""
 
 _MOST_PROGRAMS = 128
 _MANY_PROGRAMS = 16
 
 
-class Functions:
-    """The compiled programs of user functions, and the variables' values on all devices."""
+class JaxFunctions(JaxCore):
+    """Runs user functions in the replicas, and keeps their programs and the variables' values on all devices."""
 
-    def __init__(self, runtime: JaxCore) -> None:
-        self._runtime = runtime
-        self.placed = Placed(runtime)
+    def __init__(self, topology: Topology, group: Workers) -> None:
+        super().__init__(topology, group)
+        self._placed = Placed(self)
         self._programs: collections.OrderedDict[Hashable, _Program] = collections.OrderedDict()
         self._counts: collections.Counter[object] = collections.Counter()
 
-    def run(
-        self,
-        strategy: StrategyLike,
-        fn: Callable[..., object],
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-    ) -> Sequence[Structure]:
-        """Calls the user's function in every replica."""
+    def run(self, strategy: StrategyLike, fn: Function, args: Args, kwargs: Kwargs) -> Sequence[Structure]:
+        """Calls a function in every replica, as one compiled program."""
         leave_function()
-        runtime = self._runtime
-        call = Call(args, kwargs, len(runtime.devices))
+        call = Call(args, kwargs, len(self.devices))
         key = (function_key(fn), call.key())
-        if uneven_run.on_any_worker(runtime, call.data):
-            return uneven_run.run(runtime, strategy, fn, call, self.placed)
+        if uneven_run.on_any_worker(self, call.data):
+            return uneven_run.run(self, strategy, fn, call, self._placed)
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = _Program(runtime, strategy, fn, call)
+            program = self._programs[key] = _Program(self, strategy, fn, call)
             self._limit(key)
         self._programs.move_to_end(key)
-        with runtime.group.working():
-            return program(self.placed, call)
+        with self.group.working():
+            return program(self._placed, call)
 
     def _limit(self, key: tuple[Any, ...]) -> None:
         if len(self._programs) > _MOST_PROGRAMS:
             self._programs.popitem(last=False)
         code = key[0][1]
         self._counts[code] += 1
-        if self._counts[code] == _MANY_PROGRAMS and self._runtime.worker_index == 0:
+        if self._counts[code] == _MANY_PROGRAMS and self.worker_index == 0:
             logs.logger.warning(
                 "strategy.run has compiled %s %r %d times, because it treats Python numbers and captured "
                 "variables as constants. Pass values that change as arrays in `args`, and use few shapes.",
@@ -110,9 +110,7 @@ def leave_function() -> None:
 class _Program:
     """A user function, compiled for arguments with the same key as its first call."""
 
-    def __init__(
-        self, runtime: JaxCore, strategy: StrategyLike, fn: Callable[..., object], call: Call
-    ) -> None:
+    def __init__(self, runtime: JaxCore, strategy: StrategyLike, fn: Function, call: Call) -> None:
         self._runtime = runtime
         self._strategy = strategy
         self._fn = fn
@@ -155,24 +153,15 @@ class _Program:
         self._only_read = [v for v in values.variables if id(v) not in values.written]
         return [*self._written, *self._only_read]
 
-    def _over(self, values: Values) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
+    def _over(self, values: Values) -> Callable[[_Arrays], list[jax.Array]]:
         return self._over_mesh(lambda data: self._replica(values, data)[1])
 
     def _whole(
-        self,
-        written: Sequence[Held],
-        turn: jax.Array,
-        read: Sequence[Held],
-        looked: Sequence[Sequence[jax.Array]],
-        inputs: Sequence[jax.Array],
-    ) -> tuple[jax.Array, tuple[list[Held], list[jax.Array]]]:
+        self, written: _Helds, turn: jax.Array, read: _Helds, looked: Sequence[_Arrays], inputs: _Arrays
+    ) -> tuple[jax.Array, _Results]:
         def body(
-            turn: jax.Array,
-            written: Sequence[Held],
-            read: Sequence[Held],
-            looked: Sequence[Sequence[jax.Array]],
-            inputs: Sequence[jax.Array],
-        ) -> tuple[jax.Array, tuple[list[Held], list[jax.Array]]]:
+            turn: jax.Array, written: _Helds, read: _Helds, looked: Sequence[_Arrays], inputs: _Arrays
+        ) -> tuple[jax.Array, _Results]:
             memory = self._runtime.memory
             sums = SumsInMemory(memory, turn) if self._fits_memory and memory is not None else None
             with self._tables.look(looked):
@@ -187,15 +176,13 @@ class _Program:
             turn, (state, outputs) = self._over_mesh(body)(turn, written, read, looked, inputs)
         return turn, (list(map(stored, self._written, state)), outputs)
 
-    def _find_ids(
-        self, written: Sequence[Held], read: Sequence[Held], inputs: Sequence[jax.Array]
-    ) -> list[jax.Array]:
+    def _find_ids(self, written: _Helds, read: _Helds, inputs: _Arrays) -> list[jax.Array]:
         """Returns the indices of the rows to look up; JAX omits computation that they do not need."""
         with self._tables.find() as finding:
             self._replica(self._values(written, read), inputs)
         return finding.ids
 
-    def _values(self, written: Sequence[Held], read: Sequence[Held]) -> Values:
+    def _values(self, written: _Helds, read: _Helds) -> Values:
         variables = [*self._variables, *self._tables.variables]
         return Values(variables, [*written, *read, *self._tables.values()], self._initial_value)
 
@@ -217,9 +204,7 @@ class _Program:
 
         return mapped
 
-    def _replica(
-        self, values: Values, inputs: Sequence[jax.Array], sums: SumsInMemory | None = None
-    ) -> tuple[list[Held], list[jax.Array]]:
+    def _replica(self, values: Values, inputs: _Arrays, sums: SumsInMemory | None = None) -> _Results:
         """Runs the function on one device; returns the values of written variables and the arrays."""
         if self._num_replicas > 1:
             inputs = [part[0] if scalar else part for part, scalar in zip(inputs, self._scalar, strict=True)]
@@ -300,7 +285,7 @@ class _Function:
 class _PlainProgram:
     """A function that runs outside replicas, compiled for arguments with the same key."""
 
-    def __init__(self, fn: Callable[..., object], call: Call) -> None:
+    def __init__(self, fn: Function, call: Call) -> None:
         self._fn = fn
         self._call = call
         values = discover(
@@ -319,7 +304,7 @@ class _PlainProgram:
             variable.assign(value)
         return self._outputs.fill(arrays)
 
-    def _trace(self, values: Values, data: Sequence[jax.Array]) -> tuple[list[Held], list[jax.Array]]:
+    def _trace(self, values: Values, data: _Arrays) -> _Results:
         _running.traces += 1
         try:
             with PlainScope(values):

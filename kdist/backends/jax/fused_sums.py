@@ -124,13 +124,9 @@ class _OtherCarry(Exception):
 
 
 class _Program:
-    """Runs the operations of a step on one device, inside `shard_map`.
+    """Runs the operations of a step on one device, inside `shard_map`; see `over_rows`.
 
-    Args:
-        axis: The axis of the mesh.
-        number: The number of devices.
-        sums: Sums arrays of one dtype over all devices; `None` inside a loop, where operations cannot wait.
-        compression, kept: See `over_rows`.
+    `sums` sums arrays of one dtype over all devices; `None` inside a loop, where operations cannot wait.
     """
 
     def __init__(

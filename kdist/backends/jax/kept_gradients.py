@@ -86,7 +86,6 @@ class KeptOnDevices(KeptGradients):
         return [on_each_device(self._runtime, np.zeros(shape, dtype)) for shape, dtype in self._shapes]
 
     def take(self) -> list[jax.Array]:
-        """Returns the sums over the local devices."""
         parts = [[np.asarray(shard.data)[0] for shard in array.addressable_shards] for array in self.arrays]
         self.arrays = self._zeros()
         return [jnp.asarray(np.sum(each, axis=0)) for each in parts]

@@ -184,9 +184,7 @@ def is_array(leaf: object) -> TypeGuard[jax.Array | np.ndarray]:
 class Template:
     """A nested structure of data and constants that is the input or output of a program.
 
-    Args:
-        structure: The structure. Only its constants are kept.
-        data: Returns the data of a leaf, or `None` for a constant.
+    `data` returns the data of a leaf, or `None` for a constant. Only the constants are kept.
     """
 
     def __init__(self, structure: Structure, data: Callable[[object], Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,7 +16,7 @@ from kdist.context import cross_replica
 from kdist.values import DistributedValues
 
 if TYPE_CHECKING:
-    from kdist.arrays.types import Structure
+    from kdist.arrays.types import Function, Structure
     from kdist.context import StrategyLike
 
 
@@ -45,7 +45,6 @@ class JaxReplica(Replica):
         return (names[self.local_index],) if isinstance(self.local_index, int) else tuple(names)
 
     def all_reduce_sum(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
-        """Sums each tensor over all replicas."""
         return self._collectives.sum(tensors)
 
     def all_reduce_with_gradient(self, tensor: jax.Array) -> jax.Array:
@@ -90,12 +89,8 @@ class JaxReplica(Replica):
         return slots
 
     def merge_call(
-        self,
-        merge_fn: Callable[..., Any],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
+        self, merge_fn: Function, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
     ) -> Any:
-        """Calls the function for all replicas of this worker."""
         self.require_running("merge_call")
 
         scope: Any = self.scope

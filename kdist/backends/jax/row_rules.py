@@ -19,7 +19,9 @@ from jax.extend.random import threefry_2x32
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn
 
+    Params: TypeAlias = Mapping[str, Any]
     Shapes: TypeAlias = Sequence[tuple[int, ...]]
+    Divisions: TypeAlias = Sequence[Any]
 
 WHOLE = "whole"
 """The array is equal on all devices."""
@@ -32,12 +34,7 @@ class NoRule(Exception):
 
 
 class Value(NamedTuple):
-    """An array on one device.
-
-    Args:
-        array: The array.
-        division: `WHOLE`, `SUM`, or the axis whose rows the devices divide evenly.
-    """
+    """An array on one device: `WHOLE`, a part of a `SUM`, or rows along the axis `division`, evenly divided."""
 
     array: jax.Array
     division: Any
@@ -119,13 +116,7 @@ def is_linear(equation: JaxprEqn, divisions: Sequence[Any]) -> bool:
 
 
 def plan(equation: JaxprEqn, divisions: Sequence[Any], number: int) -> Plan | None:
-    """Returns how an operation runs on rows, or `None` if it needs whole arrays.
-
-    Args:
-        equation: An equation of a jaxpr.
-        divisions: The division of each input: `WHOLE`, or the axis of its rows.
-        number: The number of devices.
-    """
+    """Returns how an operation runs on rows, or `None` if it needs whole arrays. See `Value` for the divisions."""
     name = equation.primitive.name
     shapes = [atom.aval.shape for atom in equation.invars]
     if name in ELEMENTWISE:
@@ -151,18 +142,16 @@ def _same_axis(shapes: Shapes, divisions: Sequence[Any]) -> Plan | None:
     return Plan(axis, [axis if len(shape) > axis and shape[axis] > 1 else None for shape in shapes])
 
 
-def _reduction(
-    params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any], number: int
-) -> Plan | None:
+def _reduction(params: Params, shapes: Shapes, divisions: Divisions, number: int) -> Plan | None:
     axes, axis = params["axes"], divisions[0]
     return None if axis in axes else Plan(axis - sum(other < axis for other in axes), [None])
 
 
-def _sum(params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any], number: int) -> Plan | None:
+def _sum(params: Params, shapes: Shapes, divisions: Divisions, number: int) -> Plan | None:
     return _reduction(params, shapes, divisions, number) or Plan(SUM, [None])
 
 
-def _window(params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any], number: int) -> Plan | None:
+def _window(params: Params, shapes: Shapes, divisions: Divisions, number: int) -> Plan | None:
     found = _same_axis(shapes, divisions)
     if found is None:
         return None
@@ -172,14 +161,12 @@ def _window(params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any],
     return found if is_single else None
 
 
-def _broadcast(
-    params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any], number: int
-) -> Plan | None:
+def _broadcast(params: Params, shapes: Shapes, divisions: Divisions, number: int) -> Plan | None:
     axis = params["broadcast_dimensions"][divisions[0]]
     return Plan(axis, [None], {"shape": _local(params["shape"], axis, number)})
 
 
-def _reshape(params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any], number: int) -> Plan | None:
+def _reshape(params: Params, shapes: Shapes, divisions: Divisions, number: int) -> Plan | None:
     """Rows stay together if as many elements are before their axis in both shapes."""
     old, new, axis = shapes[0], params["new_sizes"], divisions[0]
     before = math.prod(old[:axis])
@@ -189,36 +176,30 @@ def _reshape(params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any]
     return None
 
 
-def _transpose(
-    params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any], number: int
-) -> Plan | None:
+def _transpose(params: Params, shapes: Shapes, divisions: Divisions, number: int) -> Plan | None:
     return Plan(params["permutation"].index(divisions[0]), [None])
 
 
-def _squeeze(params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any], number: int) -> Plan | None:
+def _squeeze(params: Params, shapes: Shapes, divisions: Divisions, number: int) -> Plan | None:
     axis = divisions[0]
     return Plan(axis - sum(other < axis for other in params["dimensions"]), [None])
 
 
-def _slice(params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any], number: int) -> Plan | None:
+def _slice(params: Params, shapes: Shapes, divisions: Divisions, number: int) -> Plan | None:
     axis, limits, strides = divisions[0], params["limit_indices"], params["strides"]
     if params["start_indices"][axis] or limits[axis] < shapes[0][axis] or (strides and strides[axis] > 1):
         return None
     return Plan(axis, [None], {"limit_indices": _local(limits, axis, number)})
 
 
-def _dynamic_slice(
-    params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any], number: int
-) -> Plan | None:
+def _dynamic_slice(params: Params, shapes: Shapes, divisions: Divisions, number: int) -> Plan | None:
     axis, sizes = divisions[0], params["slice_sizes"]
     if axis is WHOLE or sizes[axis] < shapes[0][axis] or set(divisions[1:]) - {WHOLE}:
         return None
     return Plan(axis, [None] * len(shapes), {"slice_sizes": _local(sizes, axis, number)})
 
 
-def _dynamic_update(
-    params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any], number: int
-) -> Plan | None:
+def _dynamic_update(params: Params, shapes: Shapes, divisions: Divisions, number: int) -> Plan | None:
     found = _same_axis(shapes[:2], divisions[:2]) if set(divisions[:2]) - {WHOLE} else None
     if found is None or set(divisions[2:]) - {WHOLE}:
         return None
@@ -227,12 +208,12 @@ def _dynamic_update(
     return Plan(axis, [axis, axis] + [None] * (len(shapes) - 2)) if is_full else None
 
 
-def _pad(params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any], number: int) -> Plan | None:
+def _pad(params: Params, shapes: Shapes, divisions: Divisions, number: int) -> Plan | None:
     axis = divisions[0]
     return Plan(axis, [None, None]) if params["padding_config"][axis] == (0, 0, 0) else None
 
 
-def _dot(params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any], number: int) -> Plan | None:
+def _dot(params: Params, shapes: Shapes, divisions: Divisions, number: int) -> Plan | None:
     (contracted, batched) = params["dimension_numbers"]
     for side in (0, 1):
         axis = divisions[side]
@@ -254,9 +235,7 @@ def _dot(params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any], nu
     return None
 
 
-def _convolution(
-    params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any], number: int
-) -> Plan | None:
+def _convolution(params: Params, shapes: Shapes, divisions: Divisions, number: int) -> Plan | None:
     numbers = params["dimension_numbers"]
     is_plain = params["feature_group_count"] == params["batch_group_count"] == 1
     if divisions == [numbers.lhs_spec[0], WHOLE] and params["batch_group_count"] == 1:
@@ -267,7 +246,7 @@ def _convolution(
     return Plan(SUM, channels) if is_plain and matches else None
 
 
-def _gather(params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any], number: int) -> Plan | None:
+def _gather(params: Params, shapes: Shapes, divisions: Divisions, number: int) -> Plan | None:
     numbers, (operand, indices) = params["dimension_numbers"], divisions
     rank = len(numbers.offset_dims) + len(shapes[1]) - 1
     batch = [i for i in range(rank) if i not in numbers.offset_dims]
@@ -288,9 +267,7 @@ def _gather(params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any],
     return Plan(output, [None, None], {"slice_sizes": _local(sizes, operand, number)})
 
 
-def _scatter_add(
-    params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any], number: int
-) -> Plan | None:
+def _scatter_add(params: Params, shapes: Shapes, divisions: Divisions, number: int) -> Plan | None:
     numbers, (operand, indices, updates) = params["dimension_numbers"], divisions
     scattered = [i for i in range(len(shapes[2])) if i not in numbers.update_window_dims]
     pairs = {place: scattered[place] for place in range(len(shapes[1]) - 1)}
@@ -308,7 +285,7 @@ def _local(shape: Sequence[int], axis: int, number: int) -> tuple[int, ...]:
     return tuple(size // number if i == axis else size for i, size in enumerate(shape))
 
 
-_RULES: dict[str, Callable[[Mapping[str, Any], Shapes, Sequence[Any], int], Plan | None]] = {
+_RULES: dict[str, Callable[[Params, Shapes, Divisions, int], Plan | None]] = {
     "broadcast_in_dim": _broadcast,
     "conv_general_dilated": _convolution,
     "dot_general": _dot,

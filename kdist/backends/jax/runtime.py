@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,7 +12,7 @@ from kdist import keras_hooks
 from kdist.arrays.gathering import gather_rows
 from kdist.backends.contract import StepFunction
 from kdist.backends.jax.core import JaxCore
-from kdist.backends.jax.functions import Functions, leave_function
+from kdist.backends.jax.functions import JaxFunctions, leave_function
 from kdist.backends.jax.steps import JaxSteps
 from kdist.backends.workers import Workers
 from kdist.errors import InvalidArgumentError, StrategyScopeError
@@ -21,16 +21,12 @@ from kdist.topology import Topology
 if TYPE_CHECKING:
     import keras
 
-    from kdist.arrays.types import Structure
-    from kdist.context import StrategyLike
 
-
-class JaxRuntime(JaxCore):
+class JaxRuntime(JaxFunctions):
     """Runs functions and steps over the mesh."""
 
     def __init__(self, topology: Topology, group: Workers) -> None:
         super().__init__(topology, group)
-        self._functions = Functions(self)
         self._sum = jax.jit(lambda rows: rows.sum(0, dtype=rows.dtype), out_shardings=self.replicated)
 
     def traced(self, iterator: object) -> None:
@@ -46,18 +42,7 @@ class JaxRuntime(JaxCore):
         """Prevents compilation of the running function; see `traced`."""
         leave_function()
 
-    def run(
-        self,
-        strategy: StrategyLike,
-        fn: Callable[..., object],
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-    ) -> Sequence[Structure]:
-        """Calls a function in every replica, as one compiled program."""
-        return self._functions.run(strategy, fn, args, kwargs)
-
     def sum_over_workers(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
-        """Sums tensors over the workers."""
         if self.num_workers == 1:
             return list(tensors)
         leave_function()
@@ -69,7 +54,6 @@ class JaxRuntime(JaxCore):
             return [self._sum(rows).addressable_data(0) for rows in self.join_values(parts)]
 
     def gather_over_workers(self, tensor: jax.Array) -> jax.Array:
-        """Concatenates the rows of the workers' tensors."""
         if self.num_workers == 1:
             return tensor
         leave_function()
@@ -79,7 +63,6 @@ class JaxRuntime(JaxCore):
         return jax.device_put(rows, self.holder)
 
     def step_function(self, model: keras.Model, kind: str) -> StepFunction:
-        """Returns the object that runs a model's steps."""
         strategy: Any = keras_hooks.strategy_of(model)
         if kind == "train" and strategy.own_ops is not None:
             raise InvalidArgumentError(

@@ -10,7 +10,7 @@ import jax
 import keras
 
 from kdist import keras_hooks
-from kdist.backends.aggregation import NotesAdditions, ReplicaScope, check_branch
+from kdist.backends.aggregation import NotesAdditions, ReplicaScope, check_branch, share_of
 from kdist.backends.jax.storage import in_own_shape
 from kdist.context import current_replica
 from kdist.errors import StrategyScopeError
@@ -74,7 +74,6 @@ class JaxScope(ReplicaScope):
         self._values = values
 
     def local(self, variable: keras.Variable) -> jax.Array:
-        """Returns the current value."""
         value = self._values.get(variable)
         crossing = self._crossing is not None
         if self.has_component(variable):
@@ -82,18 +81,17 @@ class JaxScope(ReplicaScope):
         return self._replica.for_all(value) if crossing else value
 
     def write(self, variable: keras.Variable, value: jax.Array) -> None:
-        """Stores a new value."""
         if self._crossing is not None:
             self._crossing[id(variable)] = variable
         if self.has_component(variable):
             if self._crossing is not None:
-                value = (self.share_of(variable, value), value)
+                share = share_of(variable, value, self._replica.replica_id_in_sync_group, self.num_writers)
+                value = (share, value)
             else:
                 value = (value, self._values.get(variable)[1])
         self._values.set(variable, value)
 
     def show(self, variable: keras.Variable, total: jax.Array) -> None:
-        """Stores the aggregate of the components."""
         self._values.set(variable, (self._values.get(variable)[0], total))
 
     def snapshot(self, variable: keras.Variable) -> jax.Array:
@@ -104,8 +102,7 @@ class JaxScope(ReplicaScope):
     def crossing(self) -> Iterator[list[tuple[keras.Variable, jax.Array]]]:
         """A context in which the function acts for all replicas, which all write the same values.
 
-        Yields:
-            A list. At the end, it contains a pair of variable and value for each written variable.
+        Yields a list that contains a pair of variable and value for each written variable at the end.
         """
         outer, self._crossing = self._crossing, {}
         written: list[tuple[keras.Variable, jax.Array]] = []

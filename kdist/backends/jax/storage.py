@@ -47,12 +47,7 @@ _kept: VariableTable[np.ndarray] = VariableTable()
 
 
 class Storage:
-    """Shards the variables of one runtime by the layout of its topology.
-
-    Args:
-        runtime: The runtime, whose `mesh` is used.
-        sharded: The topology's storage.
-    """
+    """Shards the variables of one runtime over its mesh, by the layout of its topology."""
 
     def __init__(self, runtime: Any, sharded: Sharded) -> None:
         self._runtime = runtime
@@ -60,11 +55,7 @@ class Storage:
         self._lengths: dict[str, int] = dict(runtime.mesh.shape)
 
     def take(self, variables: Sequence[keras.Variable]) -> None:
-        """Shards new variables, which are whole on every worker and have equal values.
-
-        Raises:
-            InvalidArgumentError: If a layout cannot shard its variable.
-        """
+        """Shards new variables, which are whole on every worker and have equal values."""
         variables = [variable for variable in variables if _places.get(variable) is None]
         shardings = [self._sharding(variable) for variable in variables]  # raises all errors first
         for variable, sharding in zip(variables, shardings, strict=True):

@@ -8,7 +8,6 @@ takes these rows as arguments, and looks up their positions. Its gradients are t
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -54,9 +53,7 @@ class _Trace:
 class Finding(_Trace):
     """Records which rows a function looks up, and how else it uses tables.
 
-    Args:
-        tables: The tables.
-        rows: For each table, an array like one of its rows, which lookups return.
+    `rows` contains an array like a row of each table. Lookups return it.
     """
 
     def __init__(self, tables: Sequence[keras.Variable], rows: Sequence[jax.Array]) -> None:
@@ -92,13 +89,9 @@ class Finding(_Trace):
 
 
 class Looking(_Trace):
-    """Looks up rows among the rows that were requested from the servers.
+    """Looks up rows among the `rows` that were requested from the servers, which have these `ids` in the tables.
 
-    Args:
-        tables: The tables.
-        rows: The requested rows of each table.
-        ids: The indices of these rows in the table.
-        positions: For each lookup, the positions of its rows in `rows`.
+    `positions` contains the positions in `rows` for each lookup.
     """
 
     def __init__(
@@ -133,8 +126,7 @@ class Looking(_Trace):
 
 
 class _Current(threading.local):
-    def __init__(self) -> None:
-        self.trace: Any = None
+    trace: Any = None
 
 
 _current = _Current()
@@ -345,9 +337,3 @@ def _needed(program: Jaxpr, finding: Finding) -> set[int]:
 
 def _nothing(variable: keras.Variable) -> jax.Array:
     return jnp.zeros(variable.shape, variable.dtype)
-
-
-@functools.cache
-def hook_lookups() -> None:
-    """Makes embeddings look up rows in tables; runs once per process."""
-    keras_hooks.hook_embedding(lookup)

@@ -99,12 +99,13 @@ def run(
             placed.write_components(variable, [component for component, _ in results], results[0][1])
         else:
             variable.assign(results[0])
-    return [outputs.fill(_with_first(outputs, returned[0])) for outputs in returned]
-
-
-def _with_first(outputs: Outputs, first: Outputs) -> list[jax.Array]:
-    """Returns a replica's arrays, with shared arrays from the first replica."""
-    return [a if same else own for own, a, same in zip(outputs.data, first.data, outputs.same, strict=True)]
+    first = returned[0].data  # shared arrays come from the first replica
+    return [
+        outputs.fill(
+            [a if same else own for own, a, same in zip(outputs.data, first, outputs.same, strict=True)]
+        )
+        for outputs in returned
+    ]
 
 
 def _value_on(runtime: JaxCore, variable: keras.Variable, index: int, placed: Placed) -> Held:
@@ -136,7 +137,7 @@ class HostCollectives:
 
         def combine(values: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
             totals = [sum(parts[1:], parts[0]) for parts in zip(*values, strict=True)]
-            return self._sum_over_workers(totals)
+            return totals if self._runtime.num_workers == 1 else list(map(self._sum_over_workers, totals))
 
         what = ("sum", [(str(array.dtype), array.shape) for array in mine])
         return [
@@ -171,15 +172,10 @@ class HostCollectives:
         )
         return keras.tree.map_structure(
             lambda leaf: jax.device_put(leaf, self._device) if isinstance(leaf, jax.Array) else leaf,
-            component(result, self.local_index, keras.tree.map_structure),
+            component(result, self.local_index),
         )
 
-    def _sum_over_workers(self, totals: list[np.ndarray]) -> list[np.ndarray]:
-        if self._runtime.num_workers == 1:
-            return totals
-        return [self._sum_of_workers(total) for total in totals]
-
-    def _sum_of_workers(self, array: np.ndarray) -> np.ndarray:
+    def _sum_over_workers(self, array: np.ndarray) -> np.ndarray:
         group = self._runtime.group
         arrays = [decode(data) for data in group.all_gather_bytes(encode(array))]
         forms: dict[str, object] = {

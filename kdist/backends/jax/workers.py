@@ -28,10 +28,7 @@ _ENGINE = workers.folders_of_engine(jax.__file__, __file__)
 class JoinedWorkers(workers.JoinedWorkers):
     """The workers of a cluster, joined through JAX's coordination service, which runs in worker 0.
 
-    Args:
-        cluster: The cluster.
-        channel: The connections between the workers.
-        may_share: Whether CPUs of one machine may sum in shared memory.
+    `may_share` permits CPUs of one machine to sum in shared memory.
     """
 
     def __init__(self, cluster: Cluster, channel: Channel, may_share: bool) -> None:
@@ -50,7 +47,6 @@ class JoinedWorkers(workers.JoinedWorkers):
             self.memory.check_others = lambda: self._watch.check(tells=False)
 
     def begin_gather_bytes(self, data: bytes, timeout: float | None = None) -> Callable[[], list[bytes]]:
-        """Sends a message to every worker."""
         begun = super().begin_gather_bytes(data, timeout)
 
         def finish() -> list[bytes]:
@@ -109,16 +105,10 @@ def all_devices(group: Workers, local: Sequence[jax.Device]) -> list[jax.Device]
 
 
 def join(devices: Sequence[str], cluster: Cluster | None, options: CommunicationOptions) -> Workers:
-    """Waits for all workers of the cluster and connects them; a cluster of `None` means a single process.
+    """Waits for all workers and connects them; see `Backend.create_runtime`. `None` means a single process.
 
     A process joins only once: another strategy with the same cluster shares the connection. If the user has
     called `jax.distributed.initialize`, kdist uses that session.
-
-    Raises:
-        WorkerTimeoutError: If a worker does not join in time. The error names it.
-        ClusterConfigError: If the port of the chief is in use.
-        StrategyScopeError: If JAX has already started, or if this process has joined another cluster through
-            kdist or `jax.distributed.initialize`.
     """
     _check_options(devices, options, 0 if cluster is None else cluster.worker_index)
     names = [short_name(name) for name in devices]

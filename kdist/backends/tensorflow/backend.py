@@ -17,8 +17,7 @@ from kdist.backends.contract import Backend
 from kdist.backends.tensorflow import components, effects, functions, iteration, tasks, workers
 from kdist.backends.tensorflow import devices as tensorflow_devices
 from kdist.backends.tensorflow.coordination import NativeCoordination
-from kdist.backends.tensorflow.runtime import TensorFlowRuntime
-from kdist.backends.tensorflow.synchronous import SynchronousRuntime
+from kdist.backends.tensorflow.runtime import SynchronousRuntime, TensorFlowRuntime
 from kdist.communication.cross_device_ops import CrossDeviceOps
 from kdist.communication.options import CommunicationOptions
 from kdist.data.sources.tf_data import Iterated
@@ -101,7 +100,6 @@ class TensorFlowBackend(Backend):
             tf.random.set_seed(int(state))
 
     def numpy_dataset(self, arrays: object) -> tf.data.Dataset:
-        """Returns a `tf.data.Dataset`."""
         return tf.data.Dataset.from_tensor_slices(arrays)
 
 
@@ -151,12 +149,10 @@ def _mirrored(names: Sequence[str], ops: CrossDeviceOps | None) -> tf.distribute
     notebook cell that runs again, fails with "Shape mismatch in the collective instance".
     """
     tf.distribute.MirroredStrategy._collective_key_base += _KEYS_PER_STRATEGY
-    return tf.distribute.MirroredStrategy([name.upper() for name in names], _native(ops))
-
-
-def _native(ops: CrossDeviceOps | None) -> tf.distribute.CrossDeviceOps | None:
-    """Returns an instance of TensorFlow's class with the same name and arguments."""
-    return None if ops is None else getattr(tf.distribute, type(ops).__name__)(**vars(ops))
+    native_ops = None
+    if ops is not None:  # TensorFlow's class has the same name and arguments
+        native_ops = getattr(tf.distribute, type(ops).__name__)(**vars(ops))
+    return tf.distribute.MirroredStrategy([name.upper() for name in names], native_ops)
 
 
 def _global_seed() -> int | None:

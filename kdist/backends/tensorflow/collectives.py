@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
 
+from kdist.arrays.memory import aligned_empty
 from kdist.communication.shared_memory import SharedMemory
-
-# TensorFlow copies the result of a Python function unless it begins at a multiple of this number of bytes.
-_ALIGNMENT = 64
 
 
 class SumsOfGraphs:
@@ -60,24 +58,14 @@ class SumsOfGraphs:
         return [tf.ensure_shape(total, tensor.shape) for total, tensor in zip(sums, tensors, strict=True)]
 
     def _sum(self, *arrays: np.ndarray) -> list[np.ndarray]:
-        results = [_aligned(array) for array in arrays]
+        # TensorFlow does not copy aligned arrays.
+        results = [aligned_empty(array.shape, array.dtype) for array in arrays]
         try:
-            for members in _by_dtype(arrays):
+            for dtype in dict.fromkeys(array.dtype for array in arrays):
+                members = [i for i, array in enumerate(arrays) if array.dtype == dtype]
                 flat, flat_results = ([those[i].reshape(-1) for i in members] for those in (arrays, results))
                 self._memory.sum_all(flat, flat_results, " ".join(str(arrays[i].shape) for i in members))
         except Exception as error:
             self._failure = error
             raise
         return results
-
-
-def _by_dtype(arrays: Sequence[np.ndarray]) -> Iterator[list[int]]:
-    for dtype in dict.fromkeys(array.dtype for array in arrays):
-        yield [i for i, array in enumerate(arrays) if array.dtype == dtype]
-
-
-def _aligned(array: np.ndarray) -> np.ndarray:
-    """Returns a new array of this shape and dtype, whose memory TensorFlow uses without a copy."""
-    memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)

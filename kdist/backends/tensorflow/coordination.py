@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -15,6 +16,7 @@ from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager import executor as eager_executor
 
 from kdist import keras_hooks
+from kdist.arrays.types import Args, Function, Kwargs
 from kdist.backends.coordination import Coordination, PerWorkerValues, RemoteValue, join_threads
 from kdist.backends.tensorflow import scheduled, tasks
 from kdist.backends.tensorflow.effects import ClosureScope
@@ -34,13 +36,7 @@ class _Lost(Exception):
 class NativeCoordination(Coordination):
     """Controls each worker from one thread. TensorFlow runs the functions and transfers the tensors.
 
-    Args:
-        strategy: The coordinator's strategy.
-        closures: The queue of scheduled functions.
-        cluster: The addresses of the tasks.
-        partitioner: Shards variables over the servers.
-        synchronous: Always `False`; see `SynchronousRuntime`.
-        timeout: Seconds to wait until all tasks have joined.
+    The argument `synchronous` is always `False`; see `SynchronousRuntime`.
     """
 
     places_variables = True
@@ -79,23 +75,14 @@ class NativeCoordination(Coordination):
         for thread in self._threads:
             thread.start()
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
-        """Places new variables on the servers."""
-        with self.placement.scope():
-            yield
+    def scope(self) -> AbstractContextManager[None]:
+        return self.placement.scope()
 
     def in_closure(self) -> bool:
         """Returns whether a scheduled function is being traced in this thread."""
         return isinstance(keras_hooks.stateless_scope(), ClosureScope)
 
-    def run(
-        self,
-        strategy: StrategyLike,
-        fn: Callable[..., object],
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-    ) -> object:
+    def run(self, strategy: StrategyLike, fn: Function, args: Args, kwargs: Kwargs) -> object:
         """Calls the function in the only replica of a scheduled function."""
         if hasattr(fn, "python_function"):
             fn = fn.python_function
@@ -104,7 +91,7 @@ class NativeCoordination(Coordination):
 
     def schedule(
         self,
-        fn: Callable[..., object],
+        fn: Function,
         args: Sequence[object],
         kwargs: Mapping[str, object],
         done: Callable[[Any], None] | None = None,
@@ -156,7 +143,6 @@ class NativeCoordination(Coordination):
         return per_worker(dataset_fn, self.num_workers)
 
     def close(self) -> None:
-        """Closes the queue and ends the threads."""
         self.closures.close()
         join_threads(self._threads)
 
@@ -187,7 +173,7 @@ class NativeCoordination(Coordination):
         try:
             with tf.device(self._workers[index].device):
                 inputs = [t.on(self, index) if isinstance(t, Values) else t for t in tensors]
-                outputs, messages = compiled.run(index, inputs)
+                outputs, messages = compiled.program(tf.constant(index), *inputs)
             with tf.device(tasks.COORDINATOR):
                 outputs = [np.array(tf.identity(output)) for output in outputs]
             staged = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import tensorflow as tf
@@ -59,15 +60,13 @@ class TensorFlowCore(Runtime):
         with aligned(), super().engine_errors():
             yield
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
+    def scope(self) -> AbstractContextManager[object]:
         """Mirrors new variables over the devices, or places them on the device that holds all variables.
 
         The native scope is entered only while a variable is created. Inside it, TensorFlow cannot convert a
         variable to a number or apply an optimizer, and Keras divides losses by the number of replicas.
         """
-        with tf.variable_creator_scope(self._mirrored):
-            yield
+        return tf.variable_creator_scope(self._mirrored)
 
     def _mirrored(self, next_creator: Callable[..., tf.Variable], **kwargs: object) -> tf.Variable:
         from tensorflow.python.framework import ops
@@ -113,16 +112,13 @@ class TensorFlowCore(Runtime):
         self.group.broadcast(variables)
 
     def to_holder(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Copies tensors to the first device that holds variables."""
         with tf.device(self.topology.parameter_devices[0]):
             return [tf.identity(part) for part in parts]
 
     def sum_over_workers(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Sums tensors over the workers."""
         return [self.group.sum(tensor) for tensor in tensors]
 
     def gather_over_workers(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Concatenates the rows of the workers' tensors. Row counts can differ."""
         if self.num_workers == 1:
             return tensor
         if tensor.dtype == tf.string:  # TensorFlow cannot add or gather it

@@ -37,17 +37,15 @@ class Write:
 class Update:
     """A call of an optimizer's `apply`."""
 
-    optimizer: keras.optimizers.Optimizer
+    optimizer: keras.Optimizer
     variables: list[keras.Variable]
 
 
 class ClosureScope(NotesAdditions, keras.StatelessScope):
     """Gives a traced function access to the servers' variables, and records its changes.
 
-    It reads a variable that is not trainable once, and then sees this value and its own writes.
-
-    Args:
-        initialize: Initializes a variable that has no value yet.
+    It reads a variable that is not trainable once, and then sees this value and its own writes. `initialize`
+    initializes a variable that has no value yet.
     """
 
     def __init__(self, initialize: Callable[[keras.Variable], None]) -> None:
@@ -100,7 +98,7 @@ class ClosureScope(NotesAdditions, keras.StatelessScope):
 
     def take_gradients(
         self,
-        optimizer: keras.optimizers.Optimizer,
+        optimizer: keras.Optimizer,
         grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
         variables: Sequence[keras.Variable],
     ) -> None:
@@ -314,7 +312,7 @@ class CommitScope(keras.StatelessScope):
 
     def _backend_update_step(
         self,
-        optimizer: keras.optimizers.Optimizer,
+        optimizer: keras.Optimizer,
         grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
         variables: Sequence[keras.Variable],
         learning_rate: tf.Tensor,
@@ -336,9 +334,7 @@ class CommitScope(keras.StatelessScope):
                 finally:
                     self._shard = None
 
-    def _apply_weight_decay(
-        self, optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
-    ) -> None:
+    def _apply_weight_decay(self, optimizer: keras.Optimizer, variables: Sequence[keras.Variable]) -> None:
         """Replaces the optimizer's method."""
         for variable in variables if optimizer.weight_decay is not None else ():
             if keras_hooks.decays(optimizer, variable):

@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from kdist import keras_hooks
+from kdist.arrays.types import Args, Function, Kwargs
 from kdist.backends import debugging
 from kdist.backends.gradients import check_loss, split_aux
 from kdist.backends.replica import RowShare, equal_shares
@@ -63,11 +64,7 @@ def in_replicas(
 
 
 def run(
-    runtime: TensorFlowCore,
-    strategy: StrategyLike,
-    fn: Callable[..., object],
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
+    runtime: TensorFlowCore, strategy: StrategyLike, fn: Function, args: Args, kwargs: Kwargs
 ) -> Sequence[object]:
     """Calls the user's function in every local replica, eagerly or while a `tf.function` is traced."""
     if isinstance(fn, tf.types.experimental.PolymorphicFunction) or hasattr(fn, _LIFTED):
@@ -172,7 +169,7 @@ def function(fn: Callable[..., _Result], **options: object) -> Callable[..., _Re
 
 
 def value_and_grad(
-    fn: Callable[..., object], variables: Sequence[keras.Variable], has_aux: bool
+    fn: Function, variables: Sequence[keras.Variable], has_aux: bool
 ) -> Callable[..., tuple[object, list[Tensor | None]]]:
     """Returns a function that computes a loss and its gradients with `tf.GradientTape`."""
 

@@ -191,11 +191,7 @@ class Element:
 
     @classmethod
     def of(cls, source: DistributedDataset | DistributedIterator) -> Element:
-        """Returns the description of the first batch, without consuming it. All workers must call it.
-
-        Raises:
-            OutOfRangeError: If the iterator has ended and its batches are unknown.
-        """
+        """Returns the description of the first batch, without consuming it. All workers must call it."""
         dataset = source if isinstance(source, DistributedDataset) else source._dataset
         if dataset not in _elements:
             runtime = dataset._runtime
@@ -295,7 +291,7 @@ class GraphIterator:
     def get_next(self) -> Any:
         """Returns the next element. At the end of the data, the graph raises an `OutOfRangeError`."""
         _, parts = self._read(ends=True)
-        return regroup(parts, keras.tree.map_structure)
+        return regroup(parts)
 
     def get_next_as_optional(self) -> GraphOptional:
         """Returns an optional with the next element, which may be missing when the graph runs."""
@@ -321,7 +317,7 @@ class GraphIterator:
         local = range(len(self._element.runtime.devices))
         try:
             batch = next(iterator)
-            parts = [component(batch, i, keras.tree.map_structure) for i in local]
+            parts = [component(batch, i) for i in local]
             return [True, *(leaf for part in parts for leaf in self._element.checked(part))]
         except StopIteration:
             if ends:
@@ -352,7 +348,7 @@ class GraphOptional(Optional):
             parts = keras.tree.map_structure(
                 lambda leaf: None if leaf is None else tf.identity(leaf), self._values
             )
-        return regroup(parts, keras.tree.map_structure)
+        return regroup(parts)
 
 
 # Errors ------------------------------------------------------------------------------------------------------------

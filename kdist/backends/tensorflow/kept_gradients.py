@@ -37,13 +37,11 @@ class TensorFlowKeptGradients(KeptInReplicas):
         return [variable.read_value() for variable in sums]
 
     def clear(self, local_index: int, positions: Sequence[int]) -> None:
-        """Sets sums to zero."""
         for position in positions:
             variable = self._sums[local_index][position]
             variable.assign(tf.zeros_like(variable))
 
     def take(self) -> list[tf.Tensor]:
-        """Returns the sums over the local replicas."""
         totals = [tf.add_n([part.read_value() for part in parts]) for parts in zip(*self._sums, strict=True)]
         for index, sums in enumerate(self._sums):
             self.clear(index, range(len(sums)))

@@ -16,11 +16,6 @@ class Values(PerWorkerValues):
     """A dataset on each worker, or its iterator.
 
     This process creates the datasets. It copies their graphs to the workers, which read independently.
-
-    Args:
-        graph: Returns the graph of a worker's dataset.
-        element_spec: The spec of the elements of all datasets.
-        iterates: Whether the values are iterators.
     """
 
     def __init__(self, graph: Callable[[int], bytes], element_spec: object, iterates: bool = False) -> None:

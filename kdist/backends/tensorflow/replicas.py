@@ -114,7 +114,6 @@ class TensorFlowReplica(Replica):
         ]
 
     def new_slots(self, arrays: Sequence[np.ndarray]) -> list[list[tf.Variable]]:
-        """Creates variables on each device."""
         runtime, slots = self.strategy.runtime, []
         with keras_hooks.without_scope(), tf.init_scope(), runtime.suspended():
             for name in runtime.devices:
@@ -219,9 +218,8 @@ class TensorFlowScope(ReplicaScope):
         self._at_start = {id(v): self.snapshot(v) for v in variables}
 
     def local(self, variable: keras.Variable) -> tf.Variable:
-        """Returns the `tf.Variable` on this replica's device."""
         if keras_hooks.native_value(variable) is None:
-            self._initialize(variable)
+            initialize(variable, self._strategy)
         if self.is_untracked:  # an optimizer may write to the variable that it reads
             self.touched[id(variable)] = variable
         is_on_read = self.has_component(variable)
@@ -303,9 +301,6 @@ class TensorFlowScope(ReplicaScope):
                 if other is not first:
                     other.assign(first)
             self._components.reset(variable)
-
-    def _initialize(self, variable: keras.Variable) -> None:
-        initialize(variable, self._strategy)
 
 
 class HolderScope(keras.StatelessScope):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -11,8 +12,12 @@ from tensorflow.python.distribute import values as native_values
 
 from kdist.arrays.types import Shape
 from kdist.backends.contract import StepFunction
-from kdist.backends.tensorflow import functions, iteration, steps
+from kdist.backends.tensorflow import functions, iteration, steps, tasks, workers
 from kdist.backends.tensorflow.core import TensorFlowCore
+from kdist.backends.tensorflow.served import Placement
+from kdist.cluster import environment
+from kdist.cluster.roles import ServerCluster
+from kdist.topology import Central, Topology
 from kdist.values import PerReplica
 
 
@@ -55,7 +60,6 @@ class TensorFlowRuntime(TensorFlowCore):
             raise iteration.LoopInGraphError
 
     def place(self, parts: Sequence[object]) -> list[object]:
-        """Copies one batch per local replica to the replica's device."""
         placed = []
         for part, name in zip(parts, self.devices, strict=True):
             with tf.device(name):
@@ -63,5 +67,47 @@ class TensorFlowRuntime(TensorFlowCore):
         return placed
 
     def step_function(self, model: keras.Model, kind: str) -> StepFunction:
-        """Returns a function that runs the steps of the model in every replica."""
         return steps.TensorFlowSteps(self, model, kind)
+
+
+class SynchronousRuntime(TensorFlowRuntime):
+    """Trains synchronously with parameter servers, with one replica per worker.
+
+    It runs replicas on workers, as `CentralStorageStrategy` runs them on the devices of a machine.
+
+    TensorFlow runs the coordinator's programs over all tasks. Variables are not sharded. Each replica copies
+    the variables that it reads, and optimizers run on the servers that hold the variables.
+    """
+
+    def __init__(self, cluster: ServerCluster, timeout: float) -> None:
+        environment.set_default("GRPC_FAIL_FAST", "use_caller")
+        found, servers = tasks.of(cluster)
+        tasks.require([*found, *servers], timeout)
+        tf.config.experimental_connect_to_cluster(
+            tasks.native_spec(cluster), job_name="chief", protocol="grpc"
+        )
+        devices = tuple(task.device for task in found)
+        self.placement = Placement([server.device for server in servers], None)
+        native = tf.distribute.MirroredStrategy(
+            [tasks.COORDINATOR], tf.distribute.ReductionToOneDevice(reduce_to_device=servers[0].device)
+        )
+        # The constructor accepts only devices of one task, for collectives. A reduction supports other tasks.
+        native.extended._initialize_strategy(devices)
+        topology = Topology(devices, storage=Central(servers[0].device))
+        super().__init__(native, topology, _Remote(found, servers))
+
+    def scope(self) -> AbstractContextManager[object]:
+        """Places new variables on the servers in turn."""
+        return self.placement.scope()
+
+
+class _Remote(workers.Workers):
+    """Represents one process, although other tasks run the programs of its replicas."""
+
+    def __init__(self, found: Sequence[tasks.Task], servers: Sequence[tasks.Task]) -> None:
+        super().__init__()
+        self._tasks = [*found, *servers]
+
+    def explain_failure(self, error: BaseException) -> BaseException:
+        lost = tasks.lost(self._tasks) if isinstance(error, tf.errors.OpError) else []
+        return tasks.lost_error(lost) if lost else error

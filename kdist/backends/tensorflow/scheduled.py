@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kdist.arrays.types import Args, Function, Kwargs
 from kdist.backends.coordination import RemoteValue, on_worker
 from kdist.backends.tensorflow.effects import Plan
 from kdist.backends.tensorflow.iteration import spec_of_any_rows
@@ -21,9 +22,7 @@ from kdist.backends.tensorflow.steps import as_tensor
 class Call:
     """A call of a function. Its tensors are inputs of the program, and other arguments are constants."""
 
-    def __init__(
-        self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> None:
+    def __init__(self, fn: Function, args: Args, kwargs: Kwargs) -> None:
         self.tensors: list[tf.Tensor | Values] = []
         leaves = [self._leaf(leaf) for leaf in keras.tree.flatten((args, kwargs))]
         structure = keras.tree.map_structure(lambda leaf: 0, (args, kwargs))
@@ -79,7 +78,7 @@ _TENSOR = object()
 _PROGRAMS = "_kdist_programs"
 
 
-def compiled(coordination: Any, fn: Callable[..., object], signature: Signature) -> Compiled:
+def compiled(coordination: Any, fn: Function, signature: Signature) -> Compiled:
     """Returns a function's program for a signature. The program is cached on the function."""
     known = vars(fn).setdefault(_PROGRAMS, weakref.WeakKeyDictionary()) if hasattr(fn, "__dict__") else {}
     programs = known.setdefault(coordination, {})
@@ -89,17 +88,11 @@ def compiled(coordination: Any, fn: Callable[..., object], signature: Signature)
 
 
 class Compiled:
-    """A program for workers, and its changes of variables.
-
-    Args:
-        coordination: Traces the function.
-        fn: The function.
-        signature: The signature that its calls share.
-    """
+    """A program for workers, which calls with this signature share, and its changes of variables."""
 
     plan: Plan
 
-    def __init__(self, coordination: Any, fn: Callable[..., object], signature: Signature) -> None:
+    def __init__(self, coordination: Any, fn: Function, signature: Signature) -> None:
         self._shapes: list[Any] = []
         self._structure: object = None
         python_function, trace = _python_function(fn), coordination.trace
@@ -112,13 +105,10 @@ class Compiled:
             self.plan, messages = scope.effects()
             return self._outputs(result), messages
 
-        self._program = tf.function(flat, autograph=False).get_concrete_function(
+        self.program = tf.function(flat, autograph=False).get_concrete_function(
             tf.TensorSpec([], tf.int32), *signature.specs
         )
-
-    def run(self, worker: int, tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Runs the program, and returns its outputs and the messages to servers."""
-        return self._program(tf.constant(worker), *tensors)
+        """Takes the index of a worker and tensors. Returns the outputs, and the messages to servers."""
 
     def _outputs(self, result: object) -> list[tf.Tensor]:
         """Packs all scalars into one tensor per dtype, because every tensor is sent separately."""
@@ -156,7 +146,7 @@ class Compiled:
         return keras.tree.pack_sequence_as(self._structure, leaves)
 
 
-def _python_function(fn: Callable[..., object]) -> Callable[..., object]:
+def _python_function(fn: Function) -> Function:
     """Returns the function to trace. Applies AutoGraph to a `tf.function` without `autograph=False`."""
     if isinstance(fn, tf.types.experimental.PolymorphicFunction):
         return (

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 from tensorflow.python.distribute.sharded_variable import ShardedVariable
 
 from kdist import keras_hooks
+from kdist.arrays.splitting import even_split
 from kdist.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -56,11 +57,9 @@ class Placement:
         self._partitioner = partitioner
         self._placing = threading.local()
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
-        """A context manager that places new variables on servers."""
-        with tf.variable_creator_scope(self._create):
-            yield
+    def scope(self) -> AbstractContextManager[None]:
+        """Returns a context manager that places new variables on servers."""
+        return tf.variable_creator_scope(self._create)
 
     def _create(self, next_creator: Callable[..., tf.Variable], **kwargs: object) -> tf.Variable | Shards:
         if getattr(self._placing, "on", False):  # the scope was entered twice
@@ -85,8 +84,10 @@ class Placement:
         else:
             devices = [next(self._next) for _ in range(self._number_of_shards(value))]
         shards = []
-        sizes = [len(rows) for rows in _split(value.shape[0], len(devices))] if len(devices) > 1 else None
-        for part, device in zip(tf.split(value, sizes) if sizes else [value], devices, strict=True):
+        parts = [value]
+        if len(devices) > 1:
+            parts = [value[start:stop] for start, stop in even_split(value.shape[0], len(devices))]
+        for part, device in zip(parts, devices, strict=True):
             with tf.device(device):
                 shards.append(next_creator(initial_value=part, **kwargs))
         return Shards(shards) if len(shards) > 1 else shards[0]
@@ -106,10 +107,3 @@ class Placement:
                 hint="Return one integer per axis: at least 1 for the first axis, and 1 for each other axis.",
             )
         return min(numbers[0], value.shape[0]) or 1
-
-
-def _split(rows: int, parts: int) -> list[range]:
-    """Splits rows as evenly as possible, larger parts first, as TensorFlow's sharded variables expect."""
-    base, extra = divmod(rows, parts)
-    starts = [i * base + min(i, extra) for i in range(parts + 1)]
-    return [range(start, stop) for start, stop in itertools.pairwise(starts)]

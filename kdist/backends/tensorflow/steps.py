@@ -40,7 +40,6 @@ class TensorFlowSteps(ReplicatedSteps):
         self._traced: dict[tuple[object, ...], tf.types.experimental.ConcreteFunction] = {}
 
     def run(self, batch: ReplicaBatches) -> tuple[object, ...]:
-        """Runs a step and returns the result of each local replica."""
         shares = shares_of(batch.split)
         leaves = [leaves_of(part) for part in batch.parts]
         # A flat list of arguments, because TensorFlow would wrap nested lists.
@@ -104,11 +103,9 @@ class TensorFlowSteps(ReplicatedSteps):
         return TensorFlowKeptGradients(self.runtime, self.model)
 
     def concatenate(self, parts: Sequence[tf.Tensor | tf.RaggedTensor]) -> tf.Tensor | tf.RaggedTensor:
-        """Concatenates the rows of dense or ragged tensors."""
         return tf.concat(parts, axis=0)
 
     def of_chief(self, outputs: object) -> Any:
-        """Sends the chief's outputs to all workers."""
         of_chief = self.runtime.group.of_chief
         return keras.tree.map_structure(lambda leaf: in_components(of_chief, leaf), outputs)
 
@@ -153,7 +150,10 @@ def as_tensor(leaf: Any) -> tf.Tensor | tf.SparseTensor | None:
         indices = np.stack([entries.row, entries.col], axis=1).astype("int64")
         return tf.SparseTensor(indices, entries.data, entries.shape)
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf" and leaf.dtype.isnative:
-        return _copied(leaf)
+        # Copies once, into aligned memory that the tensor then owns. `tf.convert_to_tensor` copies most arrays twice.
+        copy = aligned_empty(leaf.shape, leaf.dtype)
+        np.copyto(copy, leaf)
+        return ops.EagerTensor(copy, context.context().device_name, None)
     return tf.convert_to_tensor(leaf)
 
 
@@ -162,14 +162,3 @@ def on_device(leaf: object) -> tf.Tensor | tf.SparseTensor | None:
     tensor = as_tensor(leaf)
     is_number = isinstance(tensor, tf.Tensor) and tensor.dtype != tf.string
     return tf.identity(tensor) if is_number else tensor  # does not copy if it is already on the device
-
-
-def _copied(array: np.ndarray) -> tf.Tensor:
-    """Copies an array to a tensor on the device in scope.
-
-    Copies once, into aligned memory that the tensor then owns. `tf.convert_to_tensor` copies most arrays
-    twice.
-    """
-    copy = aligned_empty(array.shape, array.dtype)
-    np.copyto(copy, array)
-    return ops.EagerTensor(copy, context.context().device_name, None)

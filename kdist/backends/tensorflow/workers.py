@@ -114,7 +114,6 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         return self.sum(tf.stack(rows))
 
     def sum(self, value: tf.Tensor) -> tf.Tensor:
-        """Sums a tensor over the workers."""
         sent = value if value.dtype in _SUMMABLE else tf.cast(value, tf.int64)
         if self.sums_in_memory is not None and self.sums_in_memory.can_sum(sent.dtype):
             return tf.cast(self.sums_in_memory([sent])[0], value.dtype)
@@ -139,7 +138,6 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         return self.native.experimental_local_results(self.native.run(replica))[0]
 
     def of_chief(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Returns the chief's value of an eager tensor. Its shape can differ from this worker's."""
         mine = tf.io.serialize_tensor(tensor).numpy() if self.worker_index == 0 else b""
         return tf.io.parse_tensor(self.all_gather_bytes(mine)[0], tensor.dtype)
 
@@ -178,14 +176,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
 def join(
     cluster: Cluster, options: CommunicationOptions, devices: Sequence[str]
 ) -> tuple[tf.distribute.Strategy, JoinedWorkers]:
-    """Waits for all workers of the cluster and returns the native strategy and the workers.
-
-    Raises:
-        WorkerTimeoutError: If a worker does not join in time.
-        ClusterConfigError: If the address of this worker is in use.
-        StrategyScopeError: If TensorFlow has already started, or this process has joined another cluster.
-        DeviceError: If a worker has several CPU devices, which `tf.distribute` does not support.
-    """
+    """Waits for all workers; see `Backend.create_runtime`. Returns the native strategy and the workers."""
     if len(devices) > 1 and devices[0].startswith("cpu:"):
         gap = unsupported.find("MultiWorkerMirroredStrategy", "tensorflow", "devices")
         assert gap is not None

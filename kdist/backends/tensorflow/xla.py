@@ -6,13 +6,14 @@ Reductions over replicas stay outside, because XLA cannot compile the collective
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from kdist import keras_hooks
+from kdist.arrays.types import Args, Function, Kwargs
 from kdist.backends.contract import Runtime
 from kdist.backends.tensorflow.replicas import CollectiveInXla, TensorFlowScope
 from kdist.backends.tensorflow.served import shards_of
@@ -62,12 +63,7 @@ def _can_compile(leaf: object) -> bool:
     return isinstance(leaf, tf.Tensor) and leaf.dtype != tf.string and not hasattr(leaf, "_keras_mask")
 
 
-def _compiled(
-    scope: TensorFlowScope,
-    original: Callable[..., object],
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
-) -> object:
+def _compiled(scope: TensorFlowScope, original: Function, args: Args, kwargs: Kwargs) -> object:
     leaves = keras.tree.flatten((args, kwargs))
     losses, ids = list(scope.losses), {key: set(known) for key, (_, known) in scope.loss_ids.items()}
     made: list[Any] = []

@@ -48,7 +48,6 @@ class TorchBackend(Backend):
         keras_hooks.hook_torch_images()
 
     def native_batches(self, adapter: DataAdapter) -> Iterable[Structure]:
-        """Returns a `DataLoader`."""
         return adapter.get_torch_dataloader()
 
     def own_devices(self, names: Sequence[str], num_workers: int) -> tuple[str, ...]:

@@ -40,7 +40,6 @@ class TorchEngine(Engine):
         return id(held), held._version
 
     def is_changed(self, held: torch.nn.Parameter, mark: object) -> bool:
-        """Compares the marks."""
         return self.mark(held) != mark
 
     def table(self, record: Record) -> Table:
@@ -50,20 +49,14 @@ class TorchEngine(Engine):
     def by_rows(
         self, variable: keras.Variable, gradient: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Returns the rows if the gradient is a `RowGradient`."""
         return (gradient.row_ids, gradient.row_values) if isinstance(gradient, RowGradient) else None
 
     def train_step(self, model: keras.Model, data: Structure) -> Structure:
-        """Runs the model's `train_step` on tensors."""
         return model.train_step(keras.tree.map_structure(_tensor, data))
 
     def apply(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        gradients: Sequence[np.ndarray],
-        variables: Sequence[keras.Variable],
+        self, optimizer: keras.Optimizer, gradients: Sequence[np.ndarray], variables: Sequence[keras.Variable]
     ) -> None:
-        """Runs the optimizer."""
         tensors = [keras.ops.convert_to_tensor(gradient) for gradient in gradients]
         with torch.no_grad():
             optimizer.apply(tensors, variables)

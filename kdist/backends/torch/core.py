@@ -17,9 +17,10 @@ from kdist.backends.torch.components import Components
 from kdist.backends.torch.copies import VariableCopies
 from kdist.backends.torch.devices import keras_device, torch_device
 from kdist.backends.torch.divided import Divided
-from kdist.backends.torch.storage import Storage, in_parts
+from kdist.backends.torch.storage import Storage
 from kdist.backends.torch.workers import Workers
-from kdist.topology import LocalParts, Topology
+from kdist.backends.workers import in_parts
+from kdist.topology import Topology
 
 
 class TorchCore(Runtime):
@@ -57,11 +58,9 @@ class TorchCore(Runtime):
         return keras_device(self._holder)
 
     def to_holder(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies tensors to the device that holds the variables."""
         return [keras.ops.convert_to_tensor(part).to(self._holder) for part in parts]
 
     def sum_over_workers(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Sums tensors over the workers."""
         if self.num_workers == 1:
             return list(tensors)
         totals = [tensor.detach().clone() for tensor in tensors]
@@ -70,17 +69,15 @@ class TorchCore(Runtime):
         return totals
 
     def gather_over_workers(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Concatenates the rows of the workers' tensors."""
         return tensor if self.num_workers == 1 else self.group.gather_uneven(tensor.detach())[0]
 
     def broadcast_variables(self, variables: Sequence[keras.Variable]) -> None:
-        """Sends the chief's values in one collective, or in several if variables are sharded."""
+        """Sends the chief's values, and shards new variables."""
         tensors = [keras_hooks.native_value(variable) for variable in variables]
         # A variable that is already sharded has the chief's value.
         tensors = [tensor.detach() for tensor in tensors if not isinstance(tensor, Divided)]
-        for some in [tensors] if self.storage is None else in_parts(tensors):
-            if some:
-                self.group.broadcast(some, self.torch_devices[0])
+        for some in in_parts(tensors, lambda tensor: tensor.nbytes):
+            self.group.broadcast(some, self.torch_devices[0])
         if self.storage is not None:
             self.storage.take(variables)
 
@@ -89,10 +86,6 @@ class TorchCore(Runtime):
         return [variable.value.detach().cpu()]
 
     def kept_whole(self, variables: Sequence[keras.Variable]) -> AbstractContextManager[object]:
-        """A context manager in which one worker can read whole variables. All workers must enter it."""
         return contextlib.nullcontext() if self.storage is None else self.storage.kept_whole(variables)
 
-    def local_parts(self, variable: keras.Variable) -> LocalParts | None:
-        """Returns this worker's part of a variable; `None` if not exactly one axis is sharded over workers."""
-        parameter = keras_hooks.native_value(variable)
-        return storage.local_parts(parameter) if isinstance(parameter, Divided) else None
+    local_parts = staticmethod(storage.local_parts)

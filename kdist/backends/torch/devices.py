@@ -32,9 +32,6 @@ def require_devices(devices: Sequence[str]) -> tuple[str, ...]:
     """Returns the short names of devices, after a check that they exist.
 
     Any number of CPU devices is valid, because PyTorch maps all of them to one CPU.
-
-    Raises:
-        DeviceError: If a GPU does not exist.
     """
     names = tuple(short_name(device) for device in devices)
     gpus = list_devices("gpu")

@@ -2,14 +2,14 @@
 
 PyTorch functions receive the gathered tensor, and writes change this worker's shard. Therefore, Keras layers,
 torch modules and code that saves models need no changes. Only gradients and optimizers use the shards, which
-are `DTensor`s. Gradients arrive summed and sharded, and optimizers compute with them (`on_parts`).
+are `DTensor`s. Gradients arrive summed and sharded, and optimizers compute with them (`OnParts`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,7 @@ from kdist.backends.torch.recording import compressed, restored
 
 if TYPE_CHECKING:
     from kdist.backends.replica import Replica
+    from kdist.backends.torch.recording import Args, Func, Kwargs, Types
 
 _T = torch.Tensor
 # Properties and methods of the parameter itself, which need neither the whole value nor the shards.
@@ -42,14 +43,7 @@ _CASTS = {_T.to, _T.type, _T.half, _T.float, _T.double, _T.bfloat16}
 
 
 class Divided(torch.Tensor):
-    """A parameter of which this worker holds a shard.
-
-    Args:
-        shards: The shards of all workers.
-        storage: The `Storage` that shards it.
-        path: The path of its variable, for messages.
-        requires_grad: Whether it is trained.
-    """
+    """A parameter of which this worker holds a shard. The path of its variable is for messages."""
 
     shards: DTensor
     kept: torch.Tensor | None
@@ -122,13 +116,7 @@ class Divided(torch.Tensor):
                 self.to_local().copy_(part)
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., object],
-        types: Collection[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
+    def __torch_function__(cls, func: Func, types: Types, args: Args = (), kwargs: Kwargs = None) -> object:
         """Calls a function with the gathered tensors."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
@@ -151,13 +139,7 @@ class Divided(torch.Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
-        cls,
-        func: Callable[..., object],
-        types: Collection[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
+    def __torch_dispatch__(cls, func: Func, types: Types, args: Args = (), kwargs: Kwargs = None) -> object:
         """Called only by PyTorch's autograd, which detaches the tensor."""
         if func is torch.ops.aten.detach.default:
             return Divided(args[0].shards, args[0].kept_in, args[0].path, False)
@@ -220,9 +202,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _dtype_of(
-    func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
-) -> torch.dtype | None:
+def _dtype_of(func: Func, args: Sequence[object], kwargs: Mapping[str, object]) -> torch.dtype | None:
     """Returns the dtype of a cast of a sharded parameter."""
     if not isinstance(args[0], Divided):
         return None
@@ -237,7 +217,7 @@ def _dtype_of(
     )
 
 
-def _is_in_place(func: Callable[..., object]) -> bool:
+def _is_in_place(func: Func) -> bool:
     name = getattr(func, "__name__", "")
     return (name.endswith("_") and not name.endswith("__")) or name in (
         "__setitem__",
@@ -253,7 +233,7 @@ def _written(args: Sequence[object]) -> list[Divided]:
     return [parameter for parameter in first if isinstance(parameter, Divided)]
 
 
-def _in_place(func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+def _in_place(func: Func, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
     """Calls a function on gathered tensors, and writes the modified tensors back to their parameters."""
     written = _written(args)
     wholes = {id(p): p.whole().detach().clone() for p in written}
@@ -275,27 +255,15 @@ class _Sums(TorchFunctionMode):
     By default, PyTorch gives each worker its part of a sum, and `float` or `bool` would return this part.
     """
 
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: Collection[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
+    def __torch_function__(self, func: Func, types: Types, args: Args = (), kwargs: Kwargs = None) -> object:
         result = func(*args, **(kwargs or {}))
         return _completed(result) if isinstance(result, DTensor) else result
 
 
-class _OnParts(TorchFunctionMode):
-    """A mode in which functions compute with the `DTensor`s of sharded parameters."""
+class OnParts(TorchFunctionMode):
+    """A mode for optimizers, in which functions compute with the `DTensor`s of sharded parameters."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: Collection[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
+    def __torch_function__(self, func: Func, types: Types, args: Args = (), kwargs: Kwargs = None) -> object:
         if _is_in_place(func):
             for parameter in _written(args):
                 parameter.version += 1
@@ -311,13 +279,6 @@ def _completed(tensor: DTensor) -> DTensor:
     if not any(place.is_partial() for place in tensor.placements):
         return tensor
     return tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
-
-
-@contextlib.contextmanager
-def on_parts() -> Iterator[None]:
-    """A context manager for optimizers, in which functions compute on the shards of sharded parameters."""
-    with _OnParts():
-        yield
 
 
 @contextlib.contextmanager

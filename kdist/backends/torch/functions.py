@@ -21,7 +21,7 @@ from kdist.backends.torch.recording import Recording
 from kdist.backends.torch.replicas import TorchReplica, TorchScope
 
 if TYPE_CHECKING:
-    from kdist.arrays.types import P, R, Structure, T, Tensor
+    from kdist.arrays.types import Args, Function, Kwargs, P, R, Structure, T, Tensor
     from kdist.context import StrategyLike
 
 
@@ -73,11 +73,7 @@ def in_replicas(
 
 
 def run(
-    runtime: TorchCore,
-    strategy: StrategyLike,
-    fn: Callable[..., object],
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
+    runtime: TorchCore, strategy: StrategyLike, fn: Function, args: Args, kwargs: Kwargs
 ) -> Sequence[Structure]:
     """Calls the user's function in every local replica, and aggregates its writes to variables."""
 

@@ -35,11 +35,9 @@ class TorchKeptGradients(KeptInReplicas):
         return sums
 
     def clear(self, local_index: int, positions: Sequence[int]) -> None:
-        """Sets sums to zero."""
         torch._foreach_zero_([self._sums[local_index][position] for position in positions])
 
     def take(self) -> list[torch.Tensor]:
-        """Returns the sums over the local replicas on the first device."""
         first = self._sums[0]
         totals = [
             torch.stack([s.to(first[i].device) for s in parts]).sum(0)

@@ -43,13 +43,10 @@ class _Seen:
 
 
 class RecordedSteps:
-    """The recorded steps of one kind of one model, by the shapes of the batch.
+    """The recorded steps of one kind ("train", "test" or "predict") of one model, by the shapes of the batch.
 
     A step is recorded if its Python code is Keras's own, because custom code can do something else in each step.
     With `jit_compile=True`, custom code is recorded too, as on JAX and TensorFlow.
-
-    Args:
-        kind: "train", "test" or "predict".
     """
 
     def __init__(self, runtime: TorchCore, model: keras.Model, kind: str) -> None:
@@ -70,7 +67,8 @@ class RecordedSteps:
             return run(batch)
         leaves = flatten(batch.parts[0])
         shapes = _shapes(batch.parts[0])
-        if shapes is None or _is_observed(self._device):
+        # Autocast and the detection of anomalies change the meaning of PyTorch's operations for a while.
+        if shapes is None or torch.is_autocast_enabled(self._device) or torch.is_anomaly_enabled():
             return run(batch)
         known = vars(model)[_ATTRIBUTE].get(self._key)
         if known is None:  # a callback has compiled the model again
@@ -140,11 +138,6 @@ def _custom_code(model: keras.Model) -> str:
         return ""
     own = keras_hooks.own_code(model)
     return f"{own} is custom code, which kdist only records with compile(jit_compile=True)" if own else ""
-
-
-def _is_observed(device: str) -> bool:
-    """Returns whether the user has changed the meaning of PyTorch's operations for a while."""
-    return torch.is_autocast_enabled(device) or torch.is_anomaly_enabled()
 
 
 def _shapes(part: Structure) -> Hashable | None:

@@ -24,7 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
     from torch._ops import OpOverload
+
+    # The arguments of `__torch_function__` and `__torch_dispatch__`.
+    Func: TypeAlias = Callable[..., object]
+    Types: TypeAlias = Collection[type]
+    Args: TypeAlias = tuple[Any, ...]
+    Kwargs: TypeAlias = dict[str, object] | None
 
     from kdist.arrays.types import Structure, T
 
@@ -296,11 +304,8 @@ def exchange(
 ) -> list[torch.Tensor]:
     """Runs an exchange of workers for each tensor, all at the same time, or records them. Returns the sums.
 
-    Args:
-        start: Starts an exchange, and returns the function that waits for its end.
-        tensors: The tensors, which the function may change.
-        compression: See `compressed`.
-        divisor: See `compressed`.
+    `start` starts an exchange, which may change the tensor, and returns the function that waits for its end. For the
+    other arguments, see `compressed`.
     """
     sent = tensors if compression is None else [compressed(t, compression, divisor) for t in tensors]
     if recording is not None:
@@ -338,11 +343,7 @@ class _Operations(TorchDispatchMode):
         self._recording = recording
 
     def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Collection[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, object] | None = None,
+        self, func: OpOverload, types: Types, args: Args = (), kwargs: Kwargs = None
     ) -> object:
         return self._recording.run(func, args, kwargs or {})
 
@@ -354,13 +355,7 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self._recording = recording
 
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: Collection[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
+    def __torch_function__(self, func: Func, types: Types, args: Args = (), kwargs: Kwargs = None) -> object:
         kwargs = kwargs or {}
         # Keras's SGD passes the learning rate as a tensor, from which PyTorch reads the number.
         if func is torch._foreach_add_ and isinstance(kwargs.get("alpha"), torch.Tensor):

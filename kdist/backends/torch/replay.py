@@ -92,13 +92,12 @@ class _Program:
             return None
         if not names or any(self._roots.get(name, name) in self._written for name in names):
             return None
-        args, kwargs = self._given(operation.arguments)
+        args, kwargs = mapped(
+            lambda leaf: self._values[leaf.text] if isinstance(leaf, Name) else leaf, operation.arguments
+        )
         with torch.no_grad():
             values = tree_leaves(operation.function(*args, **kwargs))
         return values if sum(value.numel() for value in values) <= _SMALL else None
-
-    def _given(self, structure: object) -> Any:
-        return mapped(lambda leaf: self._values[leaf.text] if isinstance(leaf, Name) else leaf, structure)
 
     def _without_unused(self, operations: Sequence[Operation]) -> list[Operation]:
         needed = set(self._outputs)

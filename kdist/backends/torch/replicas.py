@@ -19,7 +19,7 @@ from kdist.backends.aggregation import ReplicaScope
 from kdist.backends.replica import Replica, RowShare
 from kdist.backends.threads import Baton
 from kdist.backends.torch.copies import VariableCopies
-from kdist.backends.torch.divided import Divided, DTensor, on_parts
+from kdist.backends.torch.divided import Divided, DTensor, OnParts
 from kdist.backends.torch.recording import Recording, exchange
 from kdist.backends.torch.schedule import buckets
 from kdist.backends.torch.workers import Workers
@@ -154,7 +154,6 @@ class TorchReplica(Replica):
         return results
 
     def new_slots(self, arrays: Sequence[np.ndarray]) -> list[Tensors]:
-        """Copies the arrays to each device."""
         devices = self.strategy.runtime.torch_devices
         return [[torch.tensor(array, device=device) for array in arrays] for device in devices]
 
@@ -164,11 +163,9 @@ class TorchReplica(Replica):
 
     @property
     def divides_variables(self) -> bool:
-        """Whether variables are sharded over the workers."""
         return self.strategy.runtime.storage is not None
 
     def take_variables(self, variables: Sequence[keras.Variable]) -> None:
-        """Shards the variables that an optimizer has created."""
         self.strategy.runtime.storage.take(variables)
 
     def apply_gradients(self, apply: Callable[[], object]) -> object:
@@ -182,11 +179,10 @@ class TorchReplica(Replica):
         self.scope.aggregate(only=self.scope.is_pending)
         if self.local_index > 0:
             return None
-        with on_parts() if self.divides_variables else nullcontext():
+        with OnParts() if self.divides_variables else nullcontext():
             return self.scope.change_real_variables(apply)
 
     def gather_tensor(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
-        """Concatenates the tensors of all replicas along an axis, differentiably."""
         self.note(f"all_gather(axis={axis})", [])
         return _GatherWithGradient.apply(tensor.movedim(axis, 0), self).movedim(0, axis)
 
@@ -287,7 +283,6 @@ class TorchScope(ReplicaScope):
         return real.pending is not None if isinstance(real, Divided) else variable.trainable
 
     def write(self, variable: keras.Variable, value: torch.Tensor) -> None:
-        """Copies a value into the replica's tensor."""
         if self.has_component(variable):
             self.local(variable)
             with torch.no_grad():
@@ -313,7 +308,6 @@ class TorchScope(ReplicaScope):
             self.write(variable, value)
 
     def snapshot(self, variable: keras.Variable) -> torch.Tensor:
-        """Returns a copy of the replica's tensor."""
         return self.local(variable).detach().clone()
 
     def show(self, variable: keras.Variable, total: torch.Tensor) -> None:

@@ -21,12 +21,10 @@ class TorchRuntime(TorchCore):
     run = functions.run
 
     def place(self, parts: Sequence[Structure]) -> list[Structure]:
-        """Copies one batch per local replica to the replica's device."""
         return [
             None if part is None else steps.to_device(part, device)
             for part, device in zip(parts, self.torch_devices, strict=True)
         ]
 
     def step_function(self, model: keras.Model, kind: str) -> StepFunction:
-        """Returns the function that runs steps of the model in every replica."""
         return steps.TorchSteps(self, model, kind)

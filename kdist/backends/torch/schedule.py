@@ -49,9 +49,7 @@ def roots_of(operations: Sequence[Operation]) -> dict[Name, Name]:
 def scheduled(operations: Sequence[Operation], keeps: Callable[[Name], bool]) -> list[Operation]:
     """Returns the operations with early exchanges; operations wait for an exchange as late as possible.
 
-    Args:
-        operations: The operations in the order of the recorded step.
-        keeps: Returns whether a tensor must keep its value if an exchange fails.
+    `keeps` returns whether a tensor must keep its value if an exchange fails.
     """
     needs = _needs(operations, keeps)
     done: set[int] = set()

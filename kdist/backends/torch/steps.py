@@ -35,7 +35,6 @@ class TorchSteps(ReplicatedSteps):
         self._recorded = RecordedSteps(runtime, model, kind)
 
     def run(self, batch: ReplicaBatches) -> list[Structure]:
-        """Runs the step in each local replica, and returns the results."""
         model, training = self.model, self.kind == "train"
         # Keras does the same, because torch modules in the model may read this mode.
         if model.training != training:
@@ -62,7 +61,6 @@ class TorchSteps(ReplicatedSteps):
         return TorchKeptGradients(self.runtime, self.model)
 
     def concatenate(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Concatenates the rows of tensors."""
         return torch.cat(list(parts))
 
     def of_chief(self, outputs: Structure) -> Structure:
@@ -97,15 +95,11 @@ def to_device(batch: Structure, device: torch.device) -> Structure:
             # Keras converts other dtypes later, for example uint16 to int32, as in `fit` on arrays.
             if array.dtype.name not in _SAME_DTYPES:
                 return np.array(array)
-            own = array.copy() if device.type == "cpu" else _writable(array)
-            return torch.from_numpy(own).to(device)
+            is_ready = device.type != "cpu" and array.flags.writeable and array.flags.c_contiguous
+            return torch.from_numpy(array if is_ready else array.copy()).to(device)
         return leaf.to(device, copy=leaf.device == device)
 
     return map_leaves(put, batch)
-
-
-def _writable(array: np.ndarray) -> np.ndarray:
-    return array if array.flags.writeable and array.flags.c_contiguous else array.copy()
 
 
 def _tensors(batch: Structure) -> Structure:

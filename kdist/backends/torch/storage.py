@@ -28,17 +28,9 @@ from kdist.backends.torch.workers import JoinedWorkers
 from kdist.errors import StrategyScopeError
 from kdist.topology import LocalParts, Sharded
 
-_MOST_BYTES = 64 << 20
-
 
 class Storage:
-    """The sharded variables of one runtime.
-
-    Args:
-        runtime: The runtime whose workers hold the shards.
-        sharded: The mesh and the layout of the variables.
-        device: The device that holds this worker's shards.
-    """
+    """The sharded variables of one runtime, with this worker's shards on a device."""
 
     def __init__(self, runtime: Any, sharded: Sharded, device: torch.device) -> None:
         self._runtime = runtime
@@ -54,11 +46,7 @@ class Storage:
         self.replica: Any = None
 
     def take(self, variables: Sequence[keras.Variable]) -> None:
-        """Shards variables that have equal values on every worker, and moves all variables to the device.
-
-        Raises:
-            InvalidArgumentError: If a layout does not fit its variable.
-        """
+        """Shards variables that have equal values on every worker, and moves all variables to the device."""
         placements = [self._placements(variable) for variable in variables]  # raises before any change
         for variable, places in zip(variables, placements, strict=True):
             parameter = keras_hooks.native_value(variable)
@@ -151,8 +139,11 @@ class Storage:
                 parameter.kept = None
 
 
-def local_parts(parameter: Divided) -> LocalParts | None:
-    """Returns this worker's part of a parameter; `None` if more than one axis is sharded."""
+def local_parts(variable: keras.Variable) -> LocalParts | None:
+    """Returns this worker's part of a variable; `None` if not exactly one axis is sharded over workers."""
+    parameter = keras_hooks.native_value(variable)
+    if not isinstance(parameter, Divided):
+        return None
     places, mesh = parameter.shards.placements, parameter.shards.device_mesh
     split = [axis for axis, place in enumerate(places) if isinstance(place, Shard)]
     if len(split) != 1:
@@ -207,17 +198,6 @@ def _may_be_divided(variable: keras.Variable) -> bool:
     if is_statistic and keras_hooks.owner_path(variable) == variable.path:
         return False
     return keras.backend.is_float_dtype(keras.backend.standardize_dtype(variable.dtype))
-
-
-def in_parts(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yields groups of tensors that are small enough to fit on a device in addition to its shards."""
-    some: list[torch.Tensor] = []
-    for tensor in tensors:
-        if some and sum(t.nbytes for t in some) + tensor.nbytes > _MOST_BYTES:
-            yield some
-            some = []
-        some.append(tensor)
-    yield some
 
 
 class Recent:

@@ -6,7 +6,7 @@ tensors with the rows that it needs. All other functions use the whole value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Self
 
 import keras
@@ -19,6 +19,7 @@ from kdist.backends.torch.devices import first_device
 if TYPE_CHECKING:
     from kdist.arrays.types import Structure
     from kdist.backends.coordination import Record
+    from kdist.backends.torch.recording import Args, Func, Kwargs, Types
 
 
 class Standin(torch.Tensor):
@@ -36,13 +37,7 @@ class Standin(torch.Tensor):
         raise NotImplementedError
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., object],
-        types: Collection[type],
-        args: Sequence[object] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
+    def __torch_function__(cls, func: Func, types: Types, args: Args = (), kwargs: Kwargs = None) -> object:
         kwargs = kwargs or {}
         if func in _WITHOUT_NUMBERS or (func == torch.Tensor.to and _is_as_it_is(*args, **kwargs)):
             return super().__torch_function__(func, types, args, kwargs)
@@ -61,7 +56,6 @@ class RowGradient(Standin):
     row_values: torch.Tensor
 
     def whole(self) -> torch.Tensor:
-        """Returns the dense gradient."""
         values = self.row_values
         return values.new_zeros(tuple(self.shape)).index_copy(0, self.row_ids, values)
 

@@ -142,7 +142,6 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         return parts
 
     def begin_gather_bytes(self, data: bytes, timeout: float | None = None) -> Callable[[], list[bytes]]:
-        """Sends a message to every worker."""
         begun = super().begin_gather_bytes(data, timeout)
 
         def finish() -> list[bytes]:
@@ -187,7 +186,6 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         return results
 
     def gather_uneven(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Returns the rows of all workers, and the index of this worker's first row. Counts can differ."""
         sizes = [int(data) for data in self.all_gather_bytes(str(len(rows)).encode())]
         (whole,) = self.gather_rows([rows], sizes)
         return whole, sum(sizes[: self.worker_index])
@@ -297,14 +295,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def join(cluster: Cluster, devices: Sequence[str], options: CommunicationOptions) -> JoinedWorkers:
-    """Waits until all workers have joined, and returns them. Later calls return the same object.
-
-    Raises:
-        WorkerTimeoutError: If a worker does not join in time.
-        ClusterConfigError: If the chief's port is in use, or two processes have the same worker index.
-        WorkerMismatchError: If the workers have different devices.
-        StrategyScopeError: If this process has joined another cluster, or its process group does not match.
-    """
+    """Waits until all workers have joined; see `Backend.create_runtime`. Later calls return the same object."""
 
     def connect(open_channel: OpenChannel, timeout: float) -> JoinedWorkers:
         if dist.is_initialized():

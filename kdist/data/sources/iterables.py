@@ -25,7 +25,6 @@ class IterableSource(Source):
 
     @property
     def num_batches(self) -> int | None:
-        """The length, or `None` if the iterable has no length."""
         return len(self.dataset) if hasattr(self.dataset, "__len__") else None
 
     @property
@@ -86,13 +85,11 @@ class NumpySource(Source):
 
     @property
     def num_batches(self) -> int | None:
-        """The dataset's cardinality."""
         cardinality = self.dataset.cardinality()
         return cardinality if cardinality >= 0 else None
 
     @property
     def is_infinite(self) -> bool:
-        """Whether the dataset repeats forever."""
         return self.num_batches is None
 
     @property

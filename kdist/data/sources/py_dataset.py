@@ -32,7 +32,6 @@ class PyDatasetSource(Source):
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches that the dataset reports."""
         return self.dataset.num_batches
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Structure]:

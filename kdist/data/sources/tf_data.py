@@ -33,13 +33,11 @@ class TFDataSource(Source):
 
     @property
     def num_batches(self) -> int | None:
-        """The dataset's cardinality."""
         cardinality = int(self.dataset.cardinality())
         return cardinality if cardinality >= 0 else None
 
     @property
     def is_infinite(self) -> bool:
-        """Whether the dataset repeats forever."""
         import tensorflow as tf
 
         return int(self.dataset.cardinality()) == tf.data.INFINITE_CARDINALITY
@@ -65,11 +63,7 @@ class TFDataSource(Source):
         return AutoShardPolicy[self.dataset.options().experimental_distribute.auto_shard_policy.name]
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Structure]:
-        """Yields eager tensors. A reshuffling dataset yields them in the order of this epoch.
-
-        Raises:
-            DatasetError: If TensorFlow cannot restore an earlier epoch, or if a worker has no file.
-        """
+        """Yields eager tensors. A reshuffling dataset yields them in the order of this epoch."""
         import tensorflow as tf
 
         iterator: Iterator[Structure]

@@ -74,21 +74,21 @@ def test_variables_of_a_large_model_travel_a_few_at_a_time(pool: WorkerPool) -> 
     def broadcast() -> tuple[list[int], list[float]]:
         import keras
 
-        from kdist.backends.jax import core
+        from kdist.backends import workers
 
         runtime = _strategy().runtime
         variables = [keras.Variable(np.full(200, 10 * i + runtime.worker_index)) for i in range(5)]
-        original, limit, sent = runtime.broadcast, core._MOST_BYTES, []
+        original, limit, sent = runtime.broadcast, workers._MOST_BYTES, []
 
         def counted(values: Any) -> Any:
             sent.append(len(values))
             return original(values)
 
-        core._MOST_BYTES, runtime.broadcast = 1000, counted
+        workers._MOST_BYTES, runtime.broadcast = 2000, counted
         try:
             runtime.broadcast_variables(variables)
         finally:
-            core._MOST_BYTES = limit
+            workers._MOST_BYTES = limit
             del runtime.broadcast
         return sent, [float(np.asarray(v.value)[0]) for v in variables]
 
