@@ -16,7 +16,7 @@ def broadcast(value: object, source: int = 0, strategy: StrategyLike | None = No
     Args:
         value: A structure of tensors, arrays, numbers, strings and `None`. Only used on worker `source`.
         source: The index of the worker that provides the value.
-        strategy: The strategy to use; by default the current strategy, else the strategy that joined workers.
+        strategy: The strategy to use; by default the current strategy, or the strategy that joined the workers.
 
     Returns:
         The value of worker `source`. Its tensors and numeric arrays become tensors of the backend.
@@ -95,7 +95,7 @@ def barrier(
     runtime = runtime_of(strategy)
     if runtime is None or runtime.num_workers == 1:
         return
-    hint = "Run the same script on every worker, without branches on the worker around a barrier."
+    hint = "Run the same script on every worker, and call `barrier` on all workers."
     try:
         with runtime.engine_errors():
             check_equal(runtime, "barrier", {"name": name}, hint, timeout=timeout)

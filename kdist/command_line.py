@@ -51,7 +51,7 @@ _RUN_EXAMPLES = f"""examples:
 
 exit codes:
   0      all workers succeeded
-  2      wrong call: no such script, unknown option or backend
+  2      invalid command, for example an unknown option or backend, or a missing script
   {timeouts.STALLED}     a worker hung and was terminated
   {timeouts.PREEMPTED}     the job was preempted after saving a checkpoint; start it again
   128+n  a worker or the launcher was terminated by signal n (130 Ctrl-C, 137 SIGKILL, 143 SIGTERM)
@@ -119,7 +119,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_demo(commands)
     doctor_command.add_to(commands)
-    commands.add_parser("info", help="print versions, backend, devices and cluster, for a bug report")
+    commands.add_parser("info", help="print versions, backend, devices and cluster sources for a bug report")
     measuring_command.add_to(commands)
     checkpoint_command.add_to(commands)
     manifest.add_to(commands)

@@ -30,7 +30,7 @@ class StrategyLike(Protocol):
         """The number of replicas of all workers."""
 
     def scope(self) -> Scope[Any]:
-        """Returns a context manager that makes this strategy the current one."""
+        """Returns a context manager that makes this strategy current."""
 
     def reduce(self, reduce_op: ReduceOp | str, value: object, axis: int | None) -> Any:
         """Reduces a value over all replicas."""
@@ -352,7 +352,7 @@ def current_replica() -> ReplicaContext | None:
 
 
 def experimental_set_strategy(strategy: StrategyLike | None) -> None:
-    """Makes a strategy the current one of this thread without a `with` block.
+    """Sets the current strategy of this thread without a `with` block.
 
     Use it in notebooks, because a scope cannot span cells.
 

@@ -39,7 +39,7 @@ class RunConfig:
     """The checkpoints and the strategies of a training job.
 
     Args:
-        model_dir: The checkpoint directory, shared by all tasks. `None` means a temporary one, for one task.
+        model_dir: The checkpoint directory, shared by all tasks. `None` means a temporary directory, for one task.
         tf_random_seed: The seed of all random numbers, set before the model is created.
         save_checkpoints_steps: The number of steps between two checkpoints. The last step is always saved.
         keep_checkpoint_max: The number of checkpoints to keep; `None` for all.
@@ -61,7 +61,7 @@ class TrainSpec:
 
     Args:
         input_fn: A function that returns a dataset with batches for one replica, and different rows on each
-            worker. Called once per worker, with a `kdist.InputContext` if it has a parameter for one.
+            worker. Called once per worker, with a `kdist.InputContext` if it has a parameter.
         max_steps: The number of steps (global batches) after which training ends, including steps before a
             restart; `None` for the end of the data.
         callbacks: Keras callbacks.

@@ -18,8 +18,8 @@ def function(fn: Callable[..., object] | None = None, **options: object) -> Any:
 
     - TensorFlow uses `tf.function` without AutoGraph. For control flow, use `keras.ops.cond` and
       `while_loop`, or pass `autograph=True`.
-    - JAX does not compile functions that call `strategy.run`, which compiles itself, or that read a dataset.
-      It compiles all others with `jax.jit` from the second call on, with the Keras variables that they use.
+    - JAX does not compile functions that read a dataset or call `strategy.run`, because `run` compiles itself.
+      It compiles all other functions with `jax.jit` from the second call on, with the Keras variables that they use.
     - PyTorch does not compile the function, unless you pass `jit_compile=True` for `torch.compile`.
 
     The function can read distributed datasets with `for batch in dataset`, which is a loop of the graph on

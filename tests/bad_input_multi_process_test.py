@@ -278,9 +278,9 @@ MISMATCHES = {
     "predict": "number of rows",
     "train_on_batch": "shapes",
     "predict_on_batch": "shapes",
-    "evaluate or predict": "do not call the same methods",
-    "evaluate or fit": "do not call the same methods",
-    "fit or scope": "do not call the same methods",
+    "evaluate or predict": "called different methods",
+    "evaluate or fit": "called different methods",
+    "fit or scope": "called different methods",
 }
 
 

@@ -42,7 +42,7 @@ def check(runtime: Runtime, what: str, details: object = None, site: str | None 
             raise WorkerMismatchError(
                 f"Worker 0 and worker {index} called different collectives.",
                 received={"worker_0": _describe(first), f"worker_{index}": _describe(other)},
-                hint="Run the same code on every worker: no branches on the worker, and loops of equal length.",
+                hint="Run the same code on every worker, with equal loops, and no branches that depend on it.",
             )
 
 

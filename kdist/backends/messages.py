@@ -67,14 +67,14 @@ def _check_subjects(everyone: Sequence[Any]) -> None:
             both = [
                 f"{each['subject']}, at {each['site']}"
                 if each
-                else "another message, such as of a training step"
+                else "another message, for example from a training step"
                 for each in (said[0], theirs)
             ]
             raise WorkerMismatchError(
-                f"Worker 0 and worker {index} do not call the same methods.",
+                f"Worker 0 and worker {index} called different methods.",
                 received={"worker_0": both[0], f"worker_{index}": both[1]},
                 hint="Call `fit`, `evaluate`, `predict`, `scope` and the methods of strategies on every worker, in the "
-                "same order: not only `if strategy.cluster_resolver.task_id == 0:`.",
+                "same order, and not only on the chief (`if strategy.cluster_resolver.task_id == 0:`).",
             )
 
 
@@ -100,7 +100,7 @@ def check_equal(
         The note of each worker.
 
     Raises:
-        WorkerMismatchError: If a fact differs. The error names the first one, with the values of two workers.
+        WorkerMismatchError: If a fact differs. The error names the first such fact, with the values of two workers.
     """
     if runtime.num_workers == 1:
         return [note]
@@ -165,7 +165,7 @@ def wait_to_read(runtime: Runtime, variables: Sequence[keras.Variable]) -> None:
             raise WorkerMismatchError(
                 f"Worker {runtime.worker_index} {what}, but worker {index} does something else.",
                 received={"variable": variables[0].path, "shape": tuple(variables[0].shape)},
-                hint="Read, save and restore sharded variables on all workers, without branches on the worker.",
+                hint="Read, save and restore sharded variables on all workers, outside branches for one worker.",
             )
 
 

@@ -123,7 +123,7 @@ class Baton:
                 raise WorkerMismatchError(
                     "The replicas called different collectives: "
                     f"{self._names[0]} reached {_describe(first)} and {name} reached {_describe(what)}.",
-                    hint="Remove branches on the replica, or on the values of its rows, from the training step.",
+                    hint="Remove branches that depend on the replica or on its rows from the training step.",
                 )
 
 

@@ -140,7 +140,7 @@ class Checkpoint:
         Args:
             directory: As in `save`.
             prefix: The part of the name before the number.
-            number: The number of the checkpoint, which replaces an existing one. Defaults to the next number.
+            number: The number of the checkpoint, which replaces an existing checkpoint. Defaults to the next number.
             asynchronous: As in `save`.
             after: A function that the committing worker calls when the checkpoint is visible.
         """

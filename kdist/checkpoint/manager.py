@@ -32,7 +32,7 @@ class CheckpointManager:
         checkpoint: The `kdist.Checkpoint` to save and restore.
         directory: The directory of the checkpoints, or a URL such as `"s3://bucket/run"`.
         max_to_keep: The number of checkpoints to keep, or `None` to keep all.
-        keep_checkpoint_every_n_hours: If set, keep one old checkpoint per this many hours in addition.
+        keep_checkpoint_every_n_hours: If set, also keep one old checkpoint per this many hours.
         checkpoint_name: The part of the name before the number.
         step_counter: The source of the current step for `checkpoint_interval`: the name of a number in the
             checkpoint (such as "step"), a function, or a variable such as `optimizer.iterations`.

@@ -56,7 +56,7 @@ def asking(problem: str, hint: str) -> Iterator[None]:
 
 
 class GCEClusterResolver(TaskClusterResolver):
-    """Lists the running machines of an instance group with Google's Python client. Each one is a task.
+    """Lists the running machines of an instance group with Google's Python client. Each machine is a task.
 
     The API does not identify the machine of this process, so pass `task_id`. As in `tf.distribute`, the tasks
     are numbered in the alphabetical order of their addresses.

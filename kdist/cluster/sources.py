@@ -90,7 +90,7 @@ def _slurm_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
     in_step = "SLURM_STEP_NUM_TASKS" in environ or "SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ
     tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", ""))
     if not in_step or "SLURM_PROCID" not in environ:
-        return False, "not inside a job step (srun)"
+        return False, "this process is not in a job step (srun)"
     if tasks.strip() in ("", "0", "1"):
         return False, "the job step has one task"
     return True, "this is a job step of several tasks"

@@ -11,7 +11,7 @@ from kdist.errors import InvalidArgumentError
 
 
 class CommunicationImplementation(enum.Enum):
-    """Which collectives a multi-worker strategy should use.
+    """The collectives that a multi-worker strategy uses.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/CommunicationImplementation
     """
@@ -39,19 +39,19 @@ class CommunicationOptions:
         compression: "float16" or "bfloat16" to send gradients between workers in 16 bits; not in `tf.distribute`.
             All workers need the same value. Each worker casts its gradients just before they are summed, and
             casts the sum back. Nothing else is cast: not weights, metrics, statistics, or values that you reduce.
-            No effect with one worker. kdist logs a warning where JAX cannot cast. "powersgd" sends approximations.
+            No effect with one worker. kdist logs a warning if JAX cannot cast. "powersgd" sends approximations.
         compression_rank: The rank of the approximations with "powersgd" (default: 2).
 
-    With "float16", gradients of `fit` do not overflow if each worker's are at most 65504, because each worker
+    With "float16", gradients of `fit` do not overflow if they are at most 65504 on each worker, because each worker
     sends its share of the mean. With `reduction="sum"`, the total must not exceed this limit. In `Strategy.run`,
     kdist divides by the number of replicas before the cast and multiplies after it. Numbers below about 3e-8
     become 0, for example gradients below 1e-7 of 4 workers in `fit`.
     "bfloat16" has the range of float32, but only 8 bits of precision instead of 11.
 
     With "powersgd", workers approximate the gradient of a matrix by the product of two matrices with `compression_rank`
-    columns, and send these. Axes before the last count as rows. Each replica adds the error to its next gradient. This
-    needs as much memory as the weights. Gradients for which the two matrices are not smaller are sent as they are.
-    No checkpoint contains the errors, which restart from zeros after a resume.
+    columns, and send these matrices. Axes before the last count as rows. Each replica adds the error to its next
+    gradient. The errors need as much memory as the weights. Gradients for which the two matrices are not smaller are
+    sent unchanged. No checkpoint contains the errors, which restart from zeros after a resume.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/CommunicationOptions, and for
     `compression` https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html and https://arxiv.org/abs/1905.13727
@@ -104,7 +104,7 @@ class CommunicationOptions:
             raise InvalidArgumentError(
                 '`compression` is neither a dtype of 16 bits nor "powersgd".',
                 received={"compression": compression},
-                hint='Pass "bfloat16", "float16" or "powersgd", or None to send gradients as they are.',
+                hint='Pass "bfloat16", "float16" or "powersgd", or None to send gradients unchanged.',
             )
         is_rank = type(compression_rank) is int and compression_rank > 0
         if compression_rank is not None and not (is_rank and compression == "powersgd"):

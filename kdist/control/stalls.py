@@ -270,7 +270,7 @@ def lost_error(
     return WorkerLostError(
         f"The job lost {named}. This worker needs {them} for {whereabouts.describe_wait()}.",
         received=received,
-        hint=f"Read the log of {whose}. If there is no error, call the same methods on all workers, as often on each."
+        hint=f"Read the log of {whose}. If there is no error, call each method the same number of times on all workers."
         if lost and all(reason == REASONS[ENDED] for reason in lost.values())
         else f"Read the log of {whose or 'each other worker'}, then restart the job.",
     )

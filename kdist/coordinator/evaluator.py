@@ -53,7 +53,7 @@ class SidecarEvaluator:
 
     It stops after the last checkpoint, when training has ended. A successful `fit` under a strategy writes a
     file `.training-ended` to the checkpoint directory if an evaluator is running, or if `TF_CONFIG` contains
-    one. The next `fit` removes the file, so the evaluator waits for `end_delay`. In a custom loop and in
+    an evaluator. The next `fit` removes the file, so the evaluator waits for `end_delay`. In a custom loop and in
     plain Keras, call `SidecarEvaluator.announce_end(checkpoint_dir)`.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/keras/utils/SidecarEvaluator
@@ -66,7 +66,7 @@ class SidecarEvaluator:
             called for each evaluation.
         checkpoint_dir: The directory to watch. It need not exist yet.
         steps: The number of batches per evaluation; `None` for all.
-        max_evaluations: Stop after the checkpoint with this number or a higher one, for example after
+        max_evaluations: Stop after the checkpoint with this or a higher number, for example after
             "ckpt-10". If checkpoints have no number, stop after this many evaluations.
         callbacks: Keras callbacks, whose `on_test_…` methods are called, such as
             `keras.callbacks.TensorBoard` and `kdist.callbacks.SidecarEvaluatorModelExport`.

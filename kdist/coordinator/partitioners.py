@@ -18,7 +18,7 @@ class Partitioner:
     """Base class of all partitioners, which decide into how many parts a variable is split.
 
     `ParameterServerStrategy` calls the partitioner once for each variable that is not a scalar. It splits
-    variables only along their first axis, into parts of as equal size as possible.
+    variables only along their first axis, into parts whose sizes are as equal as possible.
 
     Example:
 

@@ -57,7 +57,7 @@ class InputOptions:
         experimental_per_replica_buffer_size: The number of batches to prefetch per replica. With 0, the main
             thread prepares each batch when a step needs it.
         auto_shard_policy: The policy for `experimental_distribute_dataset`. `None` uses the policy of the
-            dataset, which is `AUTO` unless a `tf.data.Dataset` sets another one. Not available in TensorFlow.
+            dataset, which is `AUTO` unless a `tf.data.Dataset` sets another policy. Not available in TensorFlow.
 
     Example:
 

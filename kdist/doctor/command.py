@@ -18,7 +18,7 @@ from kdist.launch.info import version_of
 from kdist.launch.options import BACKEND_HELP, whole_number
 
 _TIMEOUT = 120.0
-_ALL_BACKENDS_HELP = "Keras backend: tensorflow, jax or torch (default: all that are installed)"
+_ALL_BACKENDS_HELP = "Keras backend: tensorflow, jax or torch (default: all installed backends)"
 _EXAMPLES = """examples:
   kdist doctor
   kdist doctor -n 4 --backend jax --shared /data/checkpoints
@@ -55,7 +55,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
             type=float,
             default=_TIMEOUT,
             metavar="SECONDS",
-            help=f"report what is known after SECONDS and exit (default: {_TIMEOUT:g})",
+            help=f"print an incomplete report and exit after SECONDS (default: {_TIMEOUT:g})",
         )
 
 

@@ -59,7 +59,7 @@ def launch(
         A list with one result per worker; with parameter servers, only the result of the coordinator.
 
     Raises:
-        LaunchError: If a worker fails. The other workers are terminated within a second, on Ray within a few.
+        LaunchError: If a worker fails. The other workers are terminated within a second, or within a few on Ray.
             The message contains the worker's traceback. `__cause__` is its exception, if it can be pickled.
         WorkerTimeoutError: If the workers exceed `timeout`. The message contains their names and stacks.
         BackendError: If the backend is unknown or not installed.

@@ -83,12 +83,12 @@ def cluster_lines(environ: Mapping[str, str] | None = None) -> list[str]:
     lines = []
     for report in reports:
         lines.append(
-            f"  {report.source}: {report.says}; {'used' if report.won else 'not used'}: {report.why}"
+            f"  {report.source}: {report.says}; {'used' if report.won else 'not used'} because {report.why}"
         )
         for name, value in report.variables.items():
             lines.append(f"    {name}={value if len(value) <= _WIDEST else value[:_WIDEST] + '…'}")
     if not any(report.won for report in reports):
-        lines.append("  default: one worker; used: no variable describes a cluster")
+        lines.append("  default: one worker; used because no variable describes a cluster")
     with contextlib.suppress(ClusterConfigError):  # the line of the source reports the error
         if warning := alone_by_mistake(os.environ if environ is None else environ):
             lines.append(f"  warning: {warning}")

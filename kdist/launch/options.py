@@ -217,7 +217,7 @@ def _add_failures(parser: argparse.ArgumentParser) -> None:
         "--max-restarts",
         metavar="COUNT",
         help="restart the job up to COUNT times after a failure; with --num-ps, restart each failed worker instead "
-        f"(default: 0, with --num-ps {TASK_RESTARTS})",
+        f"(default: 0; with --num-ps: {TASK_RESTARTS})",
     )
     group.add_argument(
         "--min-workers",

@@ -20,7 +20,7 @@ class FullyShardedStrategy(ShardedStrategy):
 
     Each replica holds a shard of every large variable, and a layer's weights are gathered only when needed.
     Gradients and optimizer state stay sharded. With N replicas, each needs about 1/N of the memory of
-    `MirroredStrategy`. Results match one device. If N divides no axis of a variable, kdist pads the largest.
+    `MirroredStrategy`. Results match one device. If N divides no axis of a variable, kdist pads the largest axis.
 
     kdist detects the workers as in `MultiWorkerMirroredStrategy`. Without a cluster, it uses the devices of
     this process. Reading a variable gathers it, so with several workers all workers must read it together.

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class KerasDistributionStrategy(ShardedStrategy):
     """Trains as a `keras.distribution.DataParallel` or `ModelParallel` does, with all features of strategies.
 
-    Uneven batches, several workers, callbacks, checkpoints and lost workers are handled as by the other
-    strategies. kdist replaces Keras's distributed trainer, so you do not need to set the distribution.
+    kdist handles uneven batches, several workers, callbacks, checkpoints and lost workers as under the other
+    strategies. It replaces Keras's distributed trainer, so you do not need to set the distribution.
 
     Args:
         distribution: The distribution. Its devices are the devices of all workers, starting with worker 0. On

@@ -41,7 +41,7 @@ class MirroredStrategy(Strategy):
     with strategy.scope():
         model = keras.Sequential([keras.layers.Dense(1)])
         model.compile(loss="mse", optimizer="sgd")
-    model.fit(x, y, batch_size=128)   # 64 rows a replica
+    model.fit(x, y, batch_size=128)   # 64 rows per replica
     ```
     """
 

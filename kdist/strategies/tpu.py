@@ -27,8 +27,8 @@ class TPUStrategy(Strategy):
     first slice. The constructor waits until all hosts have joined.
 
     Args:
-        tpu_cluster_resolver: A `kdist.cluster_resolver.TPUClusterResolver`. By default, one without
-            arguments.
+        tpu_cluster_resolver: A `kdist.cluster_resolver.TPUClusterResolver`. By default, a resolver
+            without arguments.
         experimental_device_assignment: Must be `None`, because each replica has one device.
         experimental_spmd_xla_partitioning: Ignored. On JAX, XLA always partitions a step.
         devices: The devices of this host; not in `tf.distribute`. All hosts need the same number. By default,

@@ -1,4 +1,4 @@
-"""Detects what a test leaves behind: processes, threads, listening ports and environment variables."""
+"""Detects processes, threads, listening ports and environment variables that a test leaves behind."""
 
 from __future__ import annotations
 

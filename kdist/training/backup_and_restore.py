@@ -27,7 +27,7 @@ _ended: collections.Counter[str] = collections.Counter()
 
 
 class BackupAndRestore(keras.callbacks.Callback):
-    """Saves backups during `fit`, and resumes from the last one when you start the same script again.
+    """Saves backups during `fit`, and resumes from the last backup when you restart the same script.
 
     A resumed run ends with the same weights as an uninterrupted run: no sample is repeated or skipped. A
     backup contains the weights, optimizers, metrics, seeds, random states, position in the data, history, and
@@ -39,14 +39,14 @@ class BackupAndRestore(keras.callbacks.Callback):
     reads the consumed batches again and skips them.
 
     Args:
-        backup_dir: The directory for the backups: one that all workers share, or a separate one per worker.
+        backup_dir: The directory for the backups: shared by all workers, or a separate directory per worker.
             A URL such as `"s3://bucket/run"` also works.
         save_freq: `"epoch"`, or a number of steps. `None` or `False` disables this trigger.
         every_seconds: The approximate number of seconds between backups, in addition to `save_freq`.
         delete_checkpoint: Whether to delete the backups at the end of training, as Keras's callback does.
         max_to_keep: The number of backups to keep. If the newest is corrupt, kdist restores an older one.
-        save_before_preemption: Whether all workers save after the same step and exit with code 75 when any of
-            them receives SIGTERM.
+        save_before_preemption: Whether all workers save after the same step and exit with code 75 when any
+            worker receives SIGTERM.
         termination_config: Options to detect and handle a termination; see
             `kdist.experimental.TerminationConfig`. Implies `save_before_preemption`.
 
@@ -156,7 +156,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         here = (self._progress.epoch, self._progress.step)
         if self.delete_checkpoint and epochs is not None and here > (epochs, 0):
             raise InvalidArgumentError(
-                "The backup is from a later epoch than the last one of this `fit`.",
+                "The backup is from a later epoch than the last epoch of this `fit`.",
                 received={"backup_dir": self.backup_dir, "epoch": here[0] + (here[1] > 0), "epochs": epochs},
                 hint="Pass a separate directory to each call of `fit`, or more epochs, or delete the backup.",
             )

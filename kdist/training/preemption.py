@@ -42,7 +42,7 @@ class TerminationConfig:
             thread calls it about once per second. By default, kdist watches for SIGTERM.
         exit_fn: Called after the save, without arguments. By default, the process exits with code 75.
         grace_period: The number of seconds to continue training after the notice. By default, the workers
-            save and exit at once.
+            save and exit immediately.
         save_fn: Called instead of the checkpoint's `save`, without arguments.
 
     Example:
@@ -121,10 +121,10 @@ class TerminationWatch:
 
 
 class PreemptionCheckpointHandler:
-    """Saves a checkpoint before a worker is terminated, and restores the newest one at the next start.
+    """Saves a checkpoint before a worker is terminated, and restores it at the next start.
 
     Use it in custom loops; in `fit`, use `kdist.callbacks.BackupAndRestore(…, save_before_preemption=True)`.
-    The constructor restores the checkpoint. All workers must create a handler and call `run` equally often.
+    The constructor restores the checkpoint. All workers must create a handler, and call `run` the same number of times.
 
     Source:
     https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/PreemptionCheckpointHandler

@@ -23,7 +23,7 @@ class RunLog(keras.callbacks.Callback):
     """Records the loss, step times and waiting times of each worker in a directory, for `kdist plot`.
 
     Each worker appends to a separate file, such as `worker-0.jsonl`, with one JSON object per line. A
-    restarted job continues the same files. If a step is trained twice, the last record counts.
+    restarted job appends to the same files. If a step is trained twice, the last record counts.
 
     Args:
         directory: The directory for the files. It is created if necessary, and workers need not share it.

@@ -225,7 +225,7 @@ class Session:
                 "class": type(self.model).__name__,
                 "variables": [[list(v.shape), str(v.dtype)] for v in variables],
             },
-            "Run the same script on every worker, without branches on the worker.",
+            "Run the same script on every worker, without branches that depend on the worker.",
         )
         if self.runtime.takes_variables:
             self.runtime.broadcast_variables(variables)

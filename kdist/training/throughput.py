@@ -23,7 +23,7 @@ class Throughput(keras.callbacks.Callback):
       TensorFlow, the compiled step includes the exchange, so workers that are slow inside it are not visible.
     - `slowest_worker`: the index of the worker that the others wait for.
 
-    The last two require several workers. All workers log the same values, which costs one small message per
+    The last two logs require several workers. All workers log the same values, which costs one small message per
     epoch. Pass the callback on all workers, before callbacks that read its values, such as `CSVLogger`.
 
     Raises:

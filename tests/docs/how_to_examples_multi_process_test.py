@@ -49,8 +49,7 @@ def test_example(backend: str, name: str, tmp_path: Path) -> None:
 
 @pytest.mark.in_turn(6)
 def test_the_notebook_s_workers(tmp_path: Path) -> None:
-    data = "import numpy as np\ndraw = np.random.RandomState(0)\nx, y = draw.rand(40, 3), draw.rand(40, 1)\n"
     told = "\nimport json\nprint('WEIGHTS', json.dumps(weights))\n"
-    script = Script(tmp_path, "launching", data + example("how_to_notebooks_1") + told, {}).finish()
+    script = Script(tmp_path, "launching", example("how_to_notebooks_1") + told, {}).finish()
     one, two = script.told("WEIGHTS ")
     assert one == two and len(one) == 2

@@ -71,21 +71,19 @@ def loops_1(example: Run) -> None:
 
     s = strategy()
 
-    def train_step(batch):
-        return s.reduce("SUM", s.run(keras.ops.sum, args=(batch,)), axis=None)
-
     batches = [np.arange(i, i + 3, dtype="float32") for i in (0, 3)]
     given = {"keras": keras, "kdist": kdist, "strategy": s, "dataset": batches}
-    left = example(train_step=train_step, **given)
+    left = example(replica_step=keras.ops.sum, **given)
     assert float(left["train_epoch"](s.experimental_distribute_dataset(batches))) == sum(range(6))
 
 
 def loops_2(example: Run) -> None:
     import keras
 
-    # Each of the two replicas adds 1 + 2 + 4.
-    seen = example(keras=keras, strategy=strategy(), batch=keras.ops.convert_to_tensor([1.0, 2.0, 4.0]))
-    assert float(seen["parts"]) == 7 and float(seen["seen"]) == 14
+    # Each of the two replicas adds its rows: 1 + 2, and 4 + 8.
+    dataset = [(np.float32([[1], [2], [4], [8]]), np.zeros(4))]
+    seen = example(keras=keras, strategy=strategy(), dataset=dataset)
+    assert float(seen["parts"]) == (3, 12)[int(os.environ["RANK"])] and float(seen["seen"]) == 15
 
 
 def loops_3(example: Run) -> None:
@@ -102,8 +100,8 @@ def loops_4(example: Run) -> None:
     import kdist
 
     rank = int(os.environ["RANK"])
-    exchanged = example(kdist=kdist, rate=0.5 + rank, loss=3.0 + rank)
-    assert exchanged["config"] == {"rate": 0.5}
+    exchanged = example(kdist=kdist, rng=np.random.default_rng(rank), loss=3.0 + rank)
+    assert exchanged["config"] == {"seed": np.random.default_rng(0).integers(1000)}
     assert exchanged["losses"] == [{"loss": 3.0}, {"loss": 4.0}]
 
 

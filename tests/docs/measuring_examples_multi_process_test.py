@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
+import types
 from pathlib import Path
+from unittest import mock
 
 from tests.docs.examples import Run, each_example, run_example
 from tests.docs.things import assert_same, new_model, rows
@@ -35,20 +38,19 @@ def measuring_2(example: Run) -> None:
     class WandbMetricsLogger(keras.callbacks.Callback):
         pass
 
-    class Wandb:
-        @staticmethod
-        def init(project: str, mode: str) -> None:
-            runs.append(mode)
+    def init(project: str, mode: str) -> None:
+        runs.append(mode)
 
-    given = {"strategy": strategy(), "WandbMetricsLogger": WandbMetricsLogger, "wandb": Wandb}
-    example(keras=keras, model=new_model(), **given, **rows())
+    names = {"WandbMetricsLogger": WandbMetricsLogger, "init": init}
+    wandb = types.SimpleNamespace(**names)
+    modules = dict.fromkeys(("wandb", "wandb.integration", "wandb.integration.keras"), wandb)
+    with mock.patch.dict(sys.modules, modules):
+        example(strategy=strategy(), model=new_model(), **rows())
     assert runs == ["online" if os.environ["RANK"] == "0" else "disabled"]
     assert os.path.isdir("logs")
 
 
 def measuring_3(example: Run) -> None:
-    import keras
-
     logged: list[int] = []
 
     class MLflow:
@@ -58,7 +60,8 @@ def measuring_3(example: Run) -> None:
             logged.append(step)
 
     chief = os.environ["RANK"] == "0"
-    example(keras=keras, model=new_model(), mlflow=MLflow, chief=chief, **rows())
+    with mock.patch.dict(sys.modules, mlflow=MLflow):
+        example(model=new_model(), chief=chief, **rows())
     assert logged == ([0, 1, 2] if chief else [])
 
 

@@ -38,6 +38,10 @@ def test_the_example_runs_on_two_workers_with_the_command_below_it(tmp_path: Pat
     command = re.search(r"\$ kdist (run .* train\.py)$", README, re.MULTILINE)
     assert command, "the README shows how to start its example"
     done = run_python("-m", "kdist", *command[1].split(), cwd=tmp_path, KERAS_BACKEND="jax")
+    shown = code_blocks(README, "text")[0]
+    assert shown.splitlines()[1] in done.stderr
+    for losses in (*re.findall(r"loss: .*", shown), *re.findall(r"is (\d\.\d+) on JAX", README)):
+        assert losses in done.stdout
     assert "[worker 0] Epoch 5/5" in done.stdout
     assert "[worker 1] Epoch" not in done.stdout
 

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from tests.docs.examples import Run, each_example, run_example, runs
-from tests.docs.things import assert_same, dataset, images, model_with_and_without_kdist, new_model, rows
+from tests.docs.things import assert_same, dataset, model_with_and_without_kdist, new_model, rows
 from tests.helpers.compare import assert_equal
 from tests.helpers.processes import strategy
 
 
 def checkpoints_0(example: Run) -> None:
-    first = example(**images())
+    first = example()
     assert first["checkpoint"].epoch == 10 and len(first["manager"].checkpoints) == 3
-    again = example(**images())  # a restart of the job, with all epochs already done
+    again = example()  # a restart of the job, with all epochs already done
     assert_same(first["model"], again["model"])
 
 
@@ -82,7 +82,7 @@ def evaluator_1(example: Run) -> None:
 
 
 def resuming_0(example: Run) -> None:
-    assert_same(*model_with_and_without_kdist(example, **images()))
+    assert_same(*model_with_and_without_kdist(example))
 
 
 def resuming_1(example: Run) -> None:

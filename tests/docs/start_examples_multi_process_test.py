@@ -40,7 +40,9 @@ def quickstart_1(example: Run) -> None:
 
 
 def cluster_0(example: Run) -> None:
+    import sys
     import types
+    from unittest import mock
 
     import kdist
 
@@ -48,7 +50,8 @@ def cluster_0(example: Run) -> None:
     made = types.SimpleNamespace(
         cluster_resolver=kdist.cluster_resolver, MultiWorkerMirroredStrategy=lambda resolver: resolver
     )
-    resolver = example(kdist=made)["strategy"]
+    with mock.patch.dict(sys.modules, kdist=made):
+        resolver = example()["strategy"]
     assert resolver.cluster_spec().as_dict() == {"worker": ["host0:2222", "host1:2222"]}
     assert (resolver.task_type, resolver.task_id) == ("worker", 0)
 

@@ -54,7 +54,7 @@ ENTRIES = {
     "Exit codes 130 and 143": ["exit_130", "exit_143"],
     "Exit code 137": ["exit_137"],
     "Out of memory": ["out_of_memory"],
-    "Workers disagree": ["other_number_of_rows", "other_model"],
+    "Workers disagree": ["other_number_of_rows", "other_model", "other_method"],
     "Datasets of different length": ["other_length", "ended_dataset"],
     "Unsupported or misplaced call": ["mixed_strategies", "function_of_tensorflow"],
     "NaN": ["not_a_number"],
@@ -71,6 +71,8 @@ ENTRIES = {
 }
 # Entries without a quoted text, and the tests of these symptoms.
 ELSEWHERE = {
+    "Log lines at startup": "launch/plan_test.py: "
+    "test_tensorflow_logs_warnings_and_errors_unless_the_user_sets_a_level",
     "NCCL": "hints_multi_process_test.py: test_nccl_without_gpus_is_a_hint",
     "Hang in the first step": "control/stalls_test.py: test_a_worker_that_works_has_not_hung",
     "Leftover processes": "launch/signals_multi_process_test.py: test_a_killed_launcher_takes_its_workers_along",

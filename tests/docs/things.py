@@ -8,18 +8,10 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import numpy as np
-
 from tests.helpers.compare import assert_close
 from tests.helpers.data import make_data
 from tests.helpers.models import network
 from tests.helpers.processes import scope
-
-
-def images() -> dict[str, Any]:
-    """Returns 60 images with their classes."""
-    draw = np.random.RandomState(0)
-    return {"x": draw.rand(60, 28, 28).astype("float32"), "y": draw.randint(10, size=60)}
 
 
 def rows() -> dict[str, Any]:

@@ -35,8 +35,8 @@ def test_devices_are_asked_in_another_process(monkeypatch):
 def test_cluster_lines():
     lines = "\n".join(info.cluster_lines({"TF_CONFIG": "{", "RANK": "0", "WORLD_SIZE": "1"}))
     assert "TF_CONFIG: invalid: `TF_CONFIG`: the value is not JSON" in lines
-    assert "torchrun: worker 0 of 1; not used: TF_CONFIG comes first" in lines
-    assert info.cluster_lines({}) == ["  default: one worker; used: no variable describes a cluster"]
+    assert "torchrun: worker 0 of 1; not used because TF_CONFIG comes first" in lines
+    assert info.cluster_lines({}) == ["  default: one worker; used because no variable describes a cluster"]
 
 
 def in_worker_answer(code):

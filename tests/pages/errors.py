@@ -26,7 +26,7 @@ either class. See also [the API](../api/errors.md).
 _CODES = {
     "0": "success",
     "1": "the script raised an error, or `kdist demo`, `doctor`, `test` or `checkpoint` found a problem",
-    "2": "wrong call: no such script, an unknown option or backend, or another `KdistError` of a command",
+    "2": "invalid command: an unknown option or backend, a missing script, or another `KdistError` of a command",
     f"{timeouts.STALLED}": "a worker [hung](../resuming.md#hung-workers) and was terminated",
     f"{timeouts.PREEMPTED}": "a worker was preempted after saving a checkpoint; "
     "[start the job again to resume](../resuming.md)",

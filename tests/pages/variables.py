@@ -72,7 +72,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "KDIST_INJECT": "faults to inject; set by [`kdist run --inject`](../resuming.md#test-fault-tolerance)",
         "KDIST_JOB_ID": "ID of the job; the launcher sets it to find processes that a worker left behind",
         "KDIST_JOIN_TIMEOUT": "seconds to wait for all workers at startup (default: 300)",
-        "KDIST_LOG": "[log level](../launcher.md#log-messages): `debug`, `info`, `warning` or `error`",
+        "KDIST_LOG": "[log level](../launcher.md#log-messages): `debug`, `info`, `warning` or `error` "
+        "(default: job plan, missing workers, warnings and errors)",
         "KDIST_PORT_RANGE": "first and last port that kdist may choose, "
         "for example behind a firewall (default: 15000-31999)",
         "KDIST_PROBE": "0: skip the check for [means and sums](../how-it-works.md#means-and-sums) at the first batch",

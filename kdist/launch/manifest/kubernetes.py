@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--storage-class",
         metavar="NAME",
-        help="storage class of the created claim, with access mode ReadWriteMany (default: the cluster's)",
+        help="storage class of the created claim, with access mode ReadWriteMany (default: the default class)",
     )
     add("--shared-memory", default="2Gi", metavar="SIZE", help="size of /dev/shm (default: 2Gi)")
     add("--user", default="1000", metavar="UID", help="user ID that runs the workers (default: 1000)")

@@ -52,10 +52,10 @@ def add_options(parser: argparse.ArgumentParser, checkpoint_dir: str) -> None:
     add = job.add_argument
     add("-n", "--num-workers", required=True, metavar="COUNT", help="number of workers in the job")
     add("--name", help="name of the job (default: the name of the script)")
-    add("--time", metavar="[D-]HH:MM:SS", help="time limit of the job (default: the scheduler's)")
-    add("--cpus", metavar="COUNT", help="CPU cores per worker (default: the scheduler's)")
+    add("--time", metavar="[D-]HH:MM:SS", help="time limit of the job (default: set by the scheduler)")
+    add("--cpus", metavar="COUNT", help="CPU cores per worker (default: set by the scheduler)")
     add("--gpus", default="0", metavar="COUNT", help="GPUs per worker (default: 0)")
-    add("--memory", metavar="SIZE", help="memory per worker, for example 16G (default: the scheduler's)")
+    add("--memory", metavar="SIZE", help="memory per worker, for example 16G (default: set by the scheduler)")
     failures = parser.add_argument_group("failures")
     add = failures.add_argument
     add(

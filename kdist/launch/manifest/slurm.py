@@ -50,8 +50,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_common_options(parser, checkpoint_dir="checkpoints")
     slurm = parser.add_argument_group("Slurm")
     slurm.add_argument("--nodes", metavar="COUNT", help="number of nodes (default: Slurm decides)")
-    slurm.add_argument("--partition", metavar="NAME", help="partition to submit to (default: the cluster's)")
-    slurm.add_argument("--account", metavar="NAME", help="account to charge (default: yours)")
+    slurm.add_argument("--partition", metavar="NAME", help="partition to submit to (default: set by Slurm)")
+    slurm.add_argument("--account", metavar="NAME", help="account to charge (default: set by Slurm)")
 
 
 def write(request: Request, options: argparse.Namespace) -> str:

@@ -125,7 +125,7 @@ def test_a_worker_that_exits_ends_the_others(start: Callable[..., Job], whom: in
     job = start("exit", whom)
     assert job.wait() == {whom: 3, 1 - whom: 1}
     assert f"lost {job.name(whom)}: it ended before the others" in job.output(1 - whom)
-    assert "If there is no error, call the same methods on all workers" in job.output(1 - whom)
+    assert "If there is no error, call each method the same number of times" in job.output(1 - whom)
 
 
 @pytest.mark.parametrize("whom", [0, 1])

@@ -80,6 +80,14 @@ def other_model() -> None:
     fit(new_model(4 + me()))
 
 
+def other_method() -> None:
+    model = new_model()
+    if me() == 0:
+        model.evaluate(*data(), verbose=0)
+    else:
+        fit(model)
+
+
 def other_weights() -> None:
     model = new_model()
     strategy().extended.update(model.layers[0].bias, lambda bias: bias.assign_add(np.full(4, float(me()))))
