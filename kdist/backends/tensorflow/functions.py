@@ -150,6 +150,9 @@ def function(fn: Callable[..., _Result], **options: object) -> Callable[..., _Re
     def wrapper(*args: object, **kwargs: object) -> _Result:
         if current_replica() is not None:
             return fn(*args, **kwargs)
+        if not tf.executing_eagerly() and not options.get("jit_compile"):
+            # Part of the function that is being traced: a separate graph could not write variables in a loop.
+            return converted(fn)(*args, **kwargs)
         nonlocal compiled
         # Collectives run in this call, and not in the Python code that requested them during tracing.
         joined = joined_strategy()
