@@ -7,7 +7,7 @@ from typing import Any
 from kdist.backends.contract import Runtime
 from kdist.backends.messages import call_on_all, check_equal
 from kdist.context import StrategyLike, current_strategy, joined_strategy
-from kdist.errors import DatasetError, InvalidArgumentError, WorkerTimeoutError
+from kdist.errors import DatasetError, InvalidArgumentError, WorkerTimeoutError, check_positive
 
 
 def broadcast(value: object, source: int = 0, strategy: StrategyLike | None = None) -> Any:
@@ -92,6 +92,8 @@ def barrier(
     >>> import kdist
     >>> kdist.barrier("data is there", timeout=60)
     """
+    if timeout is not None:
+        check_positive("timeout", timeout, "Pass a number of seconds: kdist.barrier(name, timeout=600)")
     runtime = runtime_of(strategy)
     if runtime is None or runtime.num_workers == 1:
         return

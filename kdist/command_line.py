@@ -87,6 +87,9 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Prints the usage and the message, suggests the nearest option or choice, and exits with code 2."""
+        if self._subparsers and not self._words:
+            self.print_help(sys.stderr)
+            self.exit(2)
         if choice := _INVALID_CHOICE.search(message):
             self._fail(message, *difflib.get_close_matches(choice[1], re.findall(r"[\w-]+", choice[2]), 1))
         for word in self._words:  # a required option may be missing because it is misspelled

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import operator
+import os
 from collections.abc import Callable, Iterator, Mapping
+from typing import SupportsFloat, SupportsIndex
+
+_OWN = os.path.join(os.path.dirname(__file__), "")  # ends with a slash: kdist_examples/ is not kdist/
+_LIBRARIES = ("site-packages", "dist-packages", "<frozen", "/lib/python", _OWN)
 
 
 class KdistError(Exception):
@@ -126,6 +132,25 @@ def different_arrays(found: dict[str, object]) -> WorkerMismatchError:
         received=found,
         hint="Call all_reduce with the same shape and dtype on all workers, in the same order.",
     )
+
+
+def check_whole(name: str, value: object, hint: str, least: int = 1) -> int:
+    """Returns a whole number of at least `least`, for example of NumPy, as an `int`. Raises an error for others."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or operator.index(value) < least:
+        what = f"`{name}` is not a whole number of at least {least}."
+        raise InvalidArgumentError(what, received={name: value}, hint=hint)
+    return operator.index(value)
+
+
+def check_positive(name: str, value: object, hint: str) -> None:
+    """Raises an error unless the value is a number above 0, so also for NaN."""
+    if isinstance(value, bool) or not isinstance(value, SupportsFloat) or not float(value) > 0:
+        raise InvalidArgumentError(f"`{name}` is not a positive number.", received={name: value}, hint=hint)
+
+
+def is_library(path: str) -> bool:
+    """Returns whether a file of Python code belongs to kdist, another library or Python, not to the user."""
+    return any(part in path for part in _LIBRARIES)
 
 
 @contextlib.contextmanager

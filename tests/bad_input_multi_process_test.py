@@ -7,10 +7,12 @@ import re
 import socket
 import sys
 import time
+from tempfile import mkdtemp
 
 import numpy as np
 import pytest
 
+import kdist
 from kdist.testing import free_ports
 from tests.helpers.data import make_data
 from tests.helpers.models import network
@@ -252,6 +254,7 @@ def differ(case, me, starts):
         "predict_on_batch": lambda: model.predict_on_batch(make_data(rows=6 + me)[0]),
         "evaluate or predict": lambda: model.predict(x, verbose=0) if me else model.evaluate(x, y, verbose=0),
         "evaluate or fit": lambda: model.fit(x, y, verbose=0) if me else model.evaluate(x, y, verbose=0),
+        "save or fit": lambda: model.fit(x, y) if me else kdist.Checkpoint(model=model).save(mkdtemp()),
         "fit or scope": lambda: another_model() if me else model.fit(x, y, verbose=0),
     }
     dataset(4)  # imports TensorFlow
@@ -280,12 +283,15 @@ MISMATCHES = {
     "predict_on_batch": "shapes",
     "evaluate or predict": "called different methods",
     "evaluate or fit": "called different methods",
+    "save or fit": "called different methods",
     "fit or scope": "called different methods",
 }
 
 
 @pytest.mark.kills(
-    mismatch_of_workers_ignored="[epochs-torch]", other_methods_of_workers_ignored="[fit or scope-torch]"
+    mismatch_of_workers_ignored="[epochs-torch]",
+    other_methods_of_workers_ignored="[fit or scope-torch]",
+    save_on_the_chief_only_is_a_key_error="[save or fit-torch]",
 )
 @each_backend
 @pytest.mark.parametrize("case", MISMATCHES)
@@ -387,7 +393,7 @@ def test_wrong_arguments_are_errors_on_all_workers(backend, num_workers):
     for said in run(backend, num_workers, wrong_calls, timeout=60):
         no_rows, unequal, of_keras, weights, uncompiled, *sizes = said
         for size, text in zip((-1, 0), sizes, strict=True):
-            assert "`batch_size` is not a positive number of rows." in text and f"batch_size={size}\n" in text
+            assert "`batch_size` is not a whole number of" in text and f"batch_size={size}\n" in text
         assert "The data has no rows." in no_rows
         assert unequal == of_keras and "'x' sizes: 12" in unequal and "'y' sizes: 5" in unequal
         assert "received both `sample_weight` and `class_weight`" in weights

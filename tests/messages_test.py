@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from kdist.backends.messages import call_on_all, check_equal, of_chief
+from kdist.backends.messages import call_on_all, check_equal, of_chief, wait_to_read
 from kdist.errors import (
     CheckpointError,
     DatasetError,
@@ -100,7 +101,7 @@ class Recorded:
 
     def all_gather_bytes(self, data, timeout=None):
         self.sizes.append(len(data))
-        message = json.loads(data)
+        message = self.said = json.loads(data)
         other = message if self.theirs is None else self.theirs
         if isinstance(message, dict) and "note" in message and self.theirs is not None:
             other = message | {"facts": "another digest"}
@@ -119,6 +120,18 @@ def test_facts_are_sent_only_if_they_differ():
     assert caught.value.received == {"worker_0": 999, "worker_1": 7}
     with pytest.raises(WorkerMismatchError, match="differ in rows"):
         check_equal(Recorded(theirs={"batch": 2}), "data", {"batch": 2, "rows": 3}, "hint")
+
+
+@pytest.mark.kills("sharded_variables_compared_by_name")
+def test_sharded_variables_are_compared_by_shape_and_not_by_name():
+    def variable(path, shape):
+        return SimpleNamespace(path=path, shape=shape, dtype="float32")
+
+    other = Recorded(worker_index=1)
+    wait_to_read(other, [variable("dense/kernel", (3, 4))])
+    wait_to_read(Recorded(theirs=other.said), [variable("dense_1/kernel", (3, 4))])
+    with pytest.raises(WorkerMismatchError, match="worker 1 read sharded variables of different shapes"):
+        wait_to_read(Recorded(theirs=other.said), [variable("dense/kernel", (4, 3))])
 
 
 @pytest.mark.kills("other_workers_send_unused_values")

@@ -104,14 +104,17 @@ def more_rows(under_strategy: bool) -> Any:
         with pytest.raises(ValueError, match="does not match its input") as info:
             mean.predict(ROWS, batch_size=4, verbose=0)
         said = str(info.value)
-    return twice.predict(ROWS, batch_size=4, verbose=0), said
+    many = twice.predict(np.arange(75.0).reshape(25, 3), batch_size=2, verbose=0)
+    return twice.predict(ROWS, batch_size=4, verbose=0), said, many
 
 
+@pytest.mark.kills(predictions_copied_twice="[1-jax]")
 @each_backend
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_outputs_with_other_numbers_of_rows(backend: str, num_workers: int) -> None:
-    for actual, _ in run(backend, num_workers, more_rows, True):
+    for actual, _, many in run(backend, num_workers, more_rows, True):
         np.testing.assert_allclose(actual, np.repeat(ROWS, 2, axis=0))
+        np.testing.assert_allclose(many, np.repeat(np.arange(75.0).reshape(25, 3), 2, axis=0))
 
 
 def draws(_: bool) -> Any:

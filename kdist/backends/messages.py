@@ -8,21 +8,25 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from kdist.backends.contract import Runtime
 from kdist.cluster import logs
-from kdist.errors import DatasetError, KdistError, WorkerLostError, WorkerMismatchError, WorkerTimeoutError
+from kdist.errors import (
+    DatasetError,
+    KdistError,
+    WorkerLostError,
+    WorkerMismatchError,
+    WorkerTimeoutError,
+    is_library,
+)
 
 if TYPE_CHECKING:
     import keras
 
     from kdist.arrays.types import T
 
-_PACKAGE = str(Path(__file__).resolve().parents[1])
-_LIBRARIES = ("site-packages", "dist-packages", "<frozen", "/lib/python")
 _NOBODY_ANSWERS = (WorkerLostError, WorkerTimeoutError)
 
 
@@ -45,13 +49,13 @@ def call_site() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_PACKAGE) and not any(part in name for part in _LIBRARIES):
+        if not is_library(name):
             return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return "a line outside of your code"
 
 
-def _exchange(
+def exchange(
     runtime: Runtime, subject: str, message: Mapping[str, object], timeout: float | None = None
 ) -> list[Any]:
     """Gathers the messages of all workers. Raises an error on all workers if they are about different subjects."""
@@ -73,8 +77,9 @@ def _check_subjects(everyone: Sequence[Any]) -> None:
             raise WorkerMismatchError(
                 f"Worker 0 and worker {index} called different methods.",
                 received={"worker_0": both[0], f"worker_{index}": both[1]},
-                hint="Call `fit`, `evaluate`, `predict`, `scope` and the methods of strategies on every worker, in the "
-                "same order, and not only on the chief (`if strategy.cluster_resolver.task_id == 0:`).",
+                hint="Call `fit`, `evaluate`, `predict`, `save`, `restore`, `scope` and the methods of strategies on "
+                "every worker, in the same order, and not only on the chief (`if strategy.cluster_resolver.task_id == "
+                "0:`). Also read sharded variables on every worker.",
             )
 
 
@@ -106,7 +111,7 @@ def check_equal(
         return [note]
     # Facts can be long, such as the shapes of all variables, and each worker receives the messages of all workers.
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    messages = _exchange(runtime, what, {"facts": digest, "note": note}, timeout)
+    messages = exchange(runtime, what, {"facts": digest, "note": note}, timeout)
     if any(message["facts"] != digest for message in messages):
         _raise_difference(gather(runtime, facts, timeout), what, hint)
     _compare_lines(runtime, [message["site"] for message in messages])
@@ -158,12 +163,11 @@ def wait_to_read(runtime: Runtime, variables: Sequence[keras.Variable]) -> None:
         WorkerMismatchError: If a worker does something else.
     """
     reads = [[list(v.shape), str(v.dtype)] for v in variables]
-    what = f"reads sharded variables, starting with {variables[0].path!r}"
-    everyone: list[Any] = gather(runtime, {"subject": what, "site": call_site(), "reading": reads})
-    for index, theirs in enumerate(everyone):
-        if not isinstance(theirs, dict) or theirs.get("reading") != reads:
+    # Without names, because their counters ("dense_1") depend on earlier models of the worker.
+    for index, theirs in enumerate(exchange(runtime, "reading sharded variables", {"reading": reads})):
+        if theirs["reading"] != reads:
             raise WorkerMismatchError(
-                f"Worker {runtime.worker_index} {what}, but worker {index} does something else.",
+                f"Worker {runtime.worker_index} and worker {index} read sharded variables of different shapes.",
                 received={"variable": variables[0].path, "shape": tuple(variables[0].shape)},
                 hint="Read, save and restore sharded variables on all workers, outside branches for one worker.",
             )
@@ -210,7 +214,7 @@ def call_on_all(
         text = str(error) if isinstance(error, KdistError) else f"{type(error).__name__}: {error}"
     said = {"error": text, "note": None if error else note()}
     try:
-        everyone = [said] if runtime is None else _exchange(runtime, subject, said)
+        everyone = [said] if runtime is None else exchange(runtime, subject, said)
     except Exception:
         if error is not None:
             raise error from None

@@ -93,7 +93,13 @@ def describe(path: str, index: Index) -> str:
         if name in index.values:
             held = _short(json.dumps(index.values[name]))
         elif name in index.states:
-            held = _short(json.dumps(index.states[name][0]))
+            state = index.states[name][0]
+            held = _short(json.dumps(state))
+            if isinstance(state, dict) and "history" in state:  # a position of `fit`
+                epoch, step = state.get("epoch"), state.get("step")
+                held = (
+                    f"resumes at {layout.position(epoch, step)}" if type(epoch) is type(step) is int else held
+                )
         lines.append(f"    {name:28} {part['kind']:15} {held}".rstrip())
     lines.append("  tensors")
     width = max((len(t.name) for t in index.tensors), default=0)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kdist.backends.contract import Runtime
-from kdist.backends.messages import gather
+from kdist.backends.messages import exchange, gather
 from kdist.checkpoint import layout, storage
 from kdist.errors import CheckpointError
 from kdist.whole_files import is_remote
@@ -60,7 +60,9 @@ class Wish:
 
 def gather_from(runtime: Runtime | None, value: object) -> list[Any]:
     """Gathers a JSON value from every worker, or only from this process if there is no runtime."""
-    return [value] if runtime is None else gather(runtime, value)
+    if runtime is None:
+        return [value]
+    return [said["value"] for said in exchange(runtime, "saving or restoring a checkpoint", {"value": value})]
 
 
 def prepare(runtime: Runtime | None, wish: Wish) -> tuple[Folder, str, int | None]:

@@ -164,6 +164,18 @@ def find(directory: str | os.PathLike[str], prefix: str | None = None) -> list[F
     return sorted(found.values(), key=lambda item: (item.saved_at, item.number))
 
 
+def position(epoch: int, step: int) -> str:
+    """Describes where `fit` resumes, counted from 1 as in Keras's output, from its completed epochs and steps.
+
+    Example:
+
+    >>> from kdist.checkpoint.layout import position
+    >>> position(2, 120), position(2, 0)
+    ('epoch 3, after step 120', 'epoch 3')
+    """
+    return f"epoch {epoch + 1}" + (f", after step {step}" if step else "")
+
+
 def latest_checkpoint(directory: str | os.PathLike[str], name: str | None = None) -> str | None:
     """Returns the path of the last saved checkpoint, or `None` if there is none.
 

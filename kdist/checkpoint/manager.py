@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kdist.checkpoint import layout, storage
 from kdist.checkpoint.folders import gather_from, remove
-from kdist.errors import CheckpointMismatchError, InvalidArgumentError
+from kdist.errors import CheckpointMismatchError, InvalidArgumentError, check_positive, check_whole
 from kdist.whole_files import is_remote
 
 if TYPE_CHECKING:
@@ -69,12 +69,12 @@ class CheckpointManager:
         checkpoint_interval: int | None = None,
         init_fn: Callable[[], object] | None = None,
     ) -> None:
-        if max_to_keep is not None and (not isinstance(max_to_keep, int) or max_to_keep < 1):
-            raise InvalidArgumentError(
-                "`max_to_keep` is not a positive integer or None.",
-                received={"max_to_keep": max_to_keep},
-                hint="Pass max_to_keep=3, or max_to_keep=None to keep all checkpoints.",
-            )
+        if max_to_keep is not None:
+            hint = "Pass max_to_keep=3, or max_to_keep=None to keep all checkpoints."
+            check_whole("max_to_keep", max_to_keep, hint)
+        if keep_checkpoint_every_n_hours is not None:
+            hint = "Pass a number of hours: keep_checkpoint_every_n_hours=2"
+            check_positive("keep_checkpoint_every_n_hours", keep_checkpoint_every_n_hours, hint)
         if checkpoint_interval is not None and step_counter is None:
             raise InvalidArgumentError(
                 "`checkpoint_interval` is set, but `step_counter` is not.",

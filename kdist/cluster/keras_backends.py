@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 from typing import TYPE_CHECKING
 
@@ -27,10 +28,12 @@ def check_backend_name(name: str | None) -> None:
         BackendError: If the backend is unknown.
     """
     if name is not None and name.lower() not in BACKENDS and not added_backends(name.lower()):
+        nearest = next(iter(difflib.get_close_matches(name.lower(), BACKENDS, cutoff=0.3)), "jax")
         raise BackendError(
             f"kdist does not support the Keras backend {name!r}.",
             received={"KERAS_BACKEND": name},
-            hint=f"Choose one of {', '.join(BACKENDS)}: export KERAS_BACKEND=jax",
+            hint=f"Choose one of {', '.join(BACKENDS)}: "
+            f"kdist run --backend {nearest}, or export KERAS_BACKEND={nearest}",
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kdist.errors import InvalidArgumentError
+from kdist.errors import check_whole
 from kdist.values import DistributedValues, ReduceOp
 
 if TYPE_CHECKING:
@@ -151,12 +151,7 @@ class ReductionToOneDevice(_AddsUp):
 
 class _PackedOps(_AddsUp):
     def __init__(self, num_packs: int = 1) -> None:
-        if num_packs < 0:
-            raise InvalidArgumentError(
-                "`num_packs` is negative.",
-                received={"num_packs": num_packs},
-                hint="Pass a number of packs, or 0.",
-            )
+        check_whole("num_packs", num_packs, "Pass a number of packs, or 0.", least=0)
         self.num_packs = num_packs
 
 

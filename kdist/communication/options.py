@@ -7,7 +7,7 @@ import enum
 from collections.abc import Sequence
 
 from kdist.cluster import logs
-from kdist.errors import InvalidArgumentError
+from kdist.errors import InvalidArgumentError, check_positive, check_whole
 
 
 class CommunicationImplementation(enum.Enum):
@@ -73,18 +73,11 @@ class CommunicationOptions:
         compression: str | None = None,
         compression_rank: int | None = None,
     ) -> None:
-        if bytes_per_pack < 0:
-            raise InvalidArgumentError(
-                "`bytes_per_pack` is negative.",
-                received={"bytes_per_pack": bytes_per_pack},
-                hint="Pass a number of bytes, or 0 to let kdist choose.",
-            )
-        if timeout_seconds is not None and timeout_seconds <= 0:
-            raise InvalidArgumentError(
-                "`timeout_seconds` is not positive.",
-                received={"timeout_seconds": timeout_seconds},
-                hint="Pass a number of seconds, or None for the default of the backend.",
-            )
+        hint = "Pass a number of bytes, or 0 to let kdist choose."
+        check_whole("bytes_per_pack", bytes_per_pack, hint, least=0)
+        if timeout_seconds is not None:
+            hint = "Pass a number of seconds, or None for the default of the backend."
+            check_positive("timeout_seconds", timeout_seconds, hint)
         if isinstance(implementation, str):
             names = CommunicationImplementation.__members__
             if implementation not in names:

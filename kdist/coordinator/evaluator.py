@@ -18,6 +18,8 @@ from kdist.errors import (
     CheckpointNotFoundError,
     InvalidArgumentError,
     WorkerTimeoutError,
+    check_positive,
+    check_whole,
 )
 from kdist.whole_files import is_remote
 
@@ -271,15 +273,7 @@ def _check(
             received={"checkpoint_dir": checkpoint_dir},
             hint="Pass the directory to which the training saves, by its path on this machine.",
         )
-    if max_evaluations is not None and max_evaluations < 1:
-        raise InvalidArgumentError(
-            "`max_evaluations` is less than 1.",
-            received={"max_evaluations": max_evaluations},
-            hint="Pass a positive integer, or None for no limit.",
-        )
-    if poll_seconds <= 0:
-        raise InvalidArgumentError(
-            "`poll_seconds` is not positive.",
-            received={"poll_seconds": poll_seconds},
-            hint="Pass the seconds between two checks of the directory, for example poll_seconds=1.0.",
-        )
+    if max_evaluations is not None:
+        check_whole("max_evaluations", max_evaluations, "Pass a positive integer, or None for no limit.")
+    hint = "Pass the seconds between two checks of the directory, for example poll_seconds=1.0."
+    check_positive("poll_seconds", poll_seconds, hint)

@@ -11,7 +11,7 @@ from kdist.backends.coordination import Coordination
 from kdist.cluster import ClusterResolver, TFConfigClusterResolver
 from kdist.cluster.roles import coordinator_cluster, number_of
 from kdist.coordinator.closures import Closures, Staleness
-from kdist.errors import InvalidArgumentError
+from kdist.errors import InvalidArgumentError, check_positive, check_whole
 from kdist.strategies.description import Description
 from kdist.strategies.running import RunOptions
 from kdist.strategies.strategy import Strategy
@@ -68,7 +68,7 @@ class ParameterServerStrategy(Strategy):
     ) -> None:
         self._cluster_resolver = cluster_resolver or TFConfigClusterResolver()
         cluster = coordinator_cluster(self._cluster_resolver)
-        _check(variable_partitioner, max_staleness)
+        _check(variable_partitioner, max_staleness, timeout)
         self.is_synchronous = synchronous
         self._told = Description(
             tasks=(
@@ -117,16 +117,14 @@ class ParameterServerStrategy(Strategy):
         return super().run(fn, args, kwargs, options)
 
 
-def _check(variable_partitioner: object, max_staleness: object) -> None:
+def _check(variable_partitioner: object, max_staleness: object, timeout: object) -> None:
     if variable_partitioner is not None and not callable(variable_partitioner):
         raise InvalidArgumentError(
             "`variable_partitioner` is not a function of a shape and a dtype.",
             received={"variable_partitioner": variable_partitioner},
             hint="For example: kdist.experimental.partitioners.MinSizePartitioner(max_shards=2)",
         )
-    if max_staleness is not None and (not isinstance(max_staleness, int) or max_staleness < 0):
-        raise InvalidArgumentError(
-            "`max_staleness` is neither None nor an integer of at least 0.",
-            received={"max_staleness": max_staleness},
-            hint="Pass a number of updates, or None for no limit.",
-        )
+    if max_staleness is not None:
+        hint = "Pass a number of updates, or None for no limit."
+        check_whole("max_staleness", max_staleness, hint, least=0)
+    check_positive("timeout", timeout, "Pass a number of seconds.")

@@ -67,6 +67,12 @@ def distribute_from_function(
             received={"num_workers": runtime.num_workers},
             hint="Use InputReplicationMode.PER_WORKER.",
         )
+    if not callable(dataset_fn):
+        raise InvalidArgumentError(
+            "`dataset_fn` is not a function.",
+            received={"dataset_fn": dataset_fn},
+            hint="For a dataset, call strategy.experimental_distribute_dataset(dataset).",
+        )
     pipelines = runtime.num_replicas if per_replica else runtime.num_workers
     mine = range(runtime.num_replicas) if per_replica else [runtime.worker_index]
 

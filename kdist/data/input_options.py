@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from kdist.errors import InvalidArgumentError
+from kdist.errors import InvalidArgumentError, check_whole
 
 
 class AutoShardPolicy(enum.Enum):
@@ -73,12 +73,9 @@ class InputOptions:
     auto_shard_policy: AutoShardPolicy | None = None
 
     def __post_init__(self) -> None:
-        if self.experimental_per_replica_buffer_size < 0:
-            raise InvalidArgumentError(
-                "experimental_per_replica_buffer_size is negative.",
-                received={"experimental_per_replica_buffer_size": self.experimental_per_replica_buffer_size},
-                hint="Use 0 to read each batch only when a step needs it.",
-            )
+        hint = "Use 0 to read each batch only when a step needs it."
+        size = self.experimental_per_replica_buffer_size
+        check_whole("experimental_per_replica_buffer_size", size, hint, least=0)
         # TensorFlow's enumerations have the same names.
         for field, kind in (
             ("experimental_replication_mode", InputReplicationMode),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from kdist.cluster import environment, logs
-from kdist.errors import InvalidArgumentError, LaunchError, WorkerTimeoutError
+from kdist.errors import InvalidArgumentError, LaunchError, WorkerTimeoutError, check_positive, check_whole
 from kdist.launch import local_workers, ray_workers, report, shipping
 from kdist.launch.shipping import Call, Ended, Ending
 
@@ -85,24 +85,16 @@ def launch(
             received={"fn": fn},
             hint="Pass a function: kdist.launch(train, num_workers=2)",
         )
-    if timeout is not None and not timeout > 0:
-        raise InvalidArgumentError(
-            "`timeout` is not positive.",
-            received={"timeout": timeout},
-            hint="Pass a number of seconds, or None for no limit.",
-        )
+    if timeout is not None:
+        check_positive("timeout", timeout, "Pass a number of seconds, or None for no limit.")
     if on not in _PLACES:
         raise InvalidArgumentError(
             f"`on` is neither {' nor '.join(map(repr, _PLACES))}.",
             received={"on": on},
             hint='For a Ray cluster: kdist.launch(train, num_workers=2, on="ray")',
         )
-    if not isinstance(num_ps, int) or num_ps < 0:
-        raise InvalidArgumentError(
-            "`num_ps` is not an integer of at least 0.",
-            received={"num_ps": num_ps},
-            hint="Pass a number of parameter servers: kdist.launch(train, num_workers=2, num_ps=1)",
-        )
+    hint = "Pass a number of parameter servers: kdist.launch(train, num_workers=2, num_ps=1)"
+    check_whole("num_ps", num_ps, hint, least=0)
     if num_ps and on != "processes":
         raise InvalidArgumentError(
             "kdist.launch cannot start parameter servers on a Ray cluster.",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +19,7 @@ BACKEND_HELP = (
 ENV_HELP = "set an environment variable in all workers; repeatable"
 # Torchrun's spellings of options, which the help does not list.
 _HIDDEN: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+_PYTHON = re.compile(r"python[\d.]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -70,7 +73,7 @@ def target(options: argparse.Namespace, example: str) -> list[str]:
     """Returns the script (with `-m`, the module) and its arguments.
 
     Raises:
-        InvalidArgumentError: If the script is missing. The message contains `example`.
+        InvalidArgumentError: If the script is missing or is Python itself. The message contains `example`.
     """
     rest = list(options.target)
     if rest[:1] == ["--"]:
@@ -80,6 +83,13 @@ def target(options: argparse.Namespace, example: str) -> list[str]:
             "The script to run is missing.",
             received={"script": rest[0] if rest else None},
             hint=f"Pass a script after the options of kdist, for example: {example}",
+        )
+    if _PYTHON.fullmatch(os.path.basename(rest[0])):
+        command = f"{example.partition(' --')[0]} {shlex.join(rest[1:]) or 'train.py'}"
+        raise InvalidArgumentError(
+            "The script to run is a Python interpreter, which kdist starts itself.",
+            received={"script": rest[0]},
+            hint=f"Pass only the script: {command}",
         )
     if is_auto(options.num_workers) and rest[1:2] in (["-n"], ["--num-workers"]):
         logs.logger.warning(

@@ -18,6 +18,7 @@ _SPLIT = re.compile(rb"(\r|\n)")
 _COLOR = re.compile(rb"\x1b\[([0-9;]*)m")
 _CUT = re.compile(rb"(\x1b(\[[0-9;]*)?|\xe2\x94?)\Z")  # an incomplete color code or bar character
 _LONGEST = 65536  # bytes: longer partial lines are shown immediately
+_RANK = re.compile(rb"\A\[rank\d+\]: ")  # PyTorch prints this before each line of a traceback
 _LOST = b"The job lost "  # the start of the error of a worker that lost another
 _PATIENCE = 1.0  # seconds until a partial line is shown
 _BLOCKED = 0.1  # seconds between two calls of `gives_up`
@@ -213,7 +214,7 @@ class Tail:
     def feed(self, data: bytes) -> None:
         """Processes output of the worker, which can be split at any position."""
         *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
+        for line in (_RANK.sub(b"", line) for line in lines):
             if line.lstrip(b" |+").startswith(b"Traceback (most recent call last)"):
                 self.traceback_at = time.monotonic()
             self.has_lost_another |= _LOST in line

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from kdist.cluster import timeouts
 from kdist.cluster.roles import listed
+from kdist.errors import is_library
 from kdist.launch.linux import is_stopped, signal_name
 from kdist.launch.worker_process import WorkerProcess
 
@@ -19,6 +20,7 @@ _NOISE = re.compile(
 )
 # The loss of a peer does not cause these signals, so a worker that died of one of them failed first.
 _OWN_FAULT = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+_FRAME = re.compile(r'[ |+]*File "([^"]+)", line \d+')
 _START = re.compile(r"[ |+]*(Traceback \(most recent call last\)|Fatal Python error)")
 
 
@@ -87,9 +89,10 @@ def unexpected_exit(worker: WorkerProcess) -> str:
 
 
 def last_traceback(lines: Sequence[str], most: int) -> list[str]:
-    """Returns the last traceback in the last lines of a worker's stderr, shortened in the middle.
+    """Returns the last traceback in the last lines of a worker's stderr, with the user's last frame only.
 
-    If there is no traceback, returns the last lines.
+    If there is no frame of the user, shortens the traceback in the middle. If there is no traceback, returns the
+    last lines.
 
     Example:
 
@@ -98,22 +101,31 @@ def last_traceback(lines: Sequence[str], most: int) -> list[str]:
     ['Traceback (most recent call last):', '  File ...', 'ValueError: no']
     """
     lines = [line[:_WIDEST] for line in lines if line.strip()]
+    lines = [line for line in lines if not _NOISE.match(line)] or lines
     starts = [position for position, line in enumerate(lines) if _START.match(line)]
     if not starts:
-        lines = [line for line in lines if not _NOISE.match(line)] or lines
         return lines[-min(most, 8) :]
     block = lines[starts[-1] :]
-    if len(block) <= most:
-        return block
-    # The exception is the first line after the frames that is not indented like the frames.
+    # The exception is the first line after the frames that is not indented like the frames. Python does not indent
+    # the carets under an expression of several lines.
     indent = len(block[0]) - len(block[0].lstrip())
-    body = range(1, len(block))
+    body = (i for i in range(1, len(block)) if block[i].strip("^~ "))
     error = next((i for i in body if len(block[i]) - len(block[i].lstrip()) <= indent), len(block) - 1)
-    after = block[error : error + max(1, most // 3)]
-    frames = block[1:error]
-    room = max(0, most - 2 - len(after))
-    frames = ["  …", *frames[len(frames) - room :]] if len(frames) > room else frames
+    frames = _of_user(block[1:error])
+    after = block[error : error + max(1, most // 3, most - 1 - len(frames))]
+    room = max(0, most - 1 - len(after))
+    frames = ["  …", *frames[len(frames) - room + 1 :]] if len(frames) > room else frames
     return [block[0], *frames, *after][:most]
+
+
+def _of_user(lines: list[str]) -> list[str]:
+    """Returns the lines of the last frame in the user's code, or all lines if there is none."""
+    found = {position: frame for position, line in enumerate(lines) if (frame := _FRAME.match(line))}
+    own = [position for position, frame in found.items() if not is_library(frame[1])]
+    if not own:
+        return lines
+    end = next((position for position in found if position > own[-1]), len(lines))
+    return [*["  …"] * (own[-1] > 0), *lines[own[-1] : end], *["  …"] * (end < len(lines))]
 
 
 def failure_block(

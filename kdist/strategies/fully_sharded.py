@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from kdist.cluster import ClusterResolver
 from kdist.communication.options import CommunicationOptions
-from kdist.errors import InvalidArgumentError
+from kdist.errors import check_whole
 from kdist.strategies.sharded import ShardedStrategy
 from kdist.topology import Layout, Sharded
 
@@ -59,12 +59,8 @@ class FullyShardedStrategy(ShardedStrategy):
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
     ) -> None:
-        if not isinstance(min_size, int) or min_size < 0:
-            raise InvalidArgumentError(
-                "`min_size` is not a non-negative integer.",
-                received={"min_size": min_size},
-                hint="Pass a number of elements: kdist.FullyShardedStrategy(min_size=1024)",
-            )
+        hint = "Pass a number of elements: kdist.FullyShardedStrategy(min_size=1024)"
+        check_whole("min_size", min_size, hint, least=0)
         layout = functools.partial(along_largest_axis, min_size=min_size)
         storage = Sharded({_AXIS: None}, _AXIS, layout)
         super().__init__(storage, devices, cluster_resolver, communication_options)

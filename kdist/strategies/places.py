@@ -30,7 +30,8 @@ def choose_devices(
 
 def check_device_names(devices: Sequence[str], argument: str = "devices") -> tuple[str, ...]:
     """Returns the names as a tuple. Raises an error if it is not a list of at least one name."""
-    if isinstance(devices, str) or not devices or not all(isinstance(name, str) for name in devices):
+    is_list = isinstance(devices, Sequence) and not isinstance(devices, str)
+    if not (is_list and devices and all(isinstance(name, str) for name in devices)):
         raise InvalidArgumentError(
             f"`{argument}` is not a list of device names, or the list is empty.",
             received={argument: devices},

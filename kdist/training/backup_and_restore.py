@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import numbers
 import os
 import time
 from collections.abc import Mapping
@@ -14,9 +13,10 @@ import keras
 from kdist.checkpoint import storage
 from kdist.checkpoint.checkpoint import Checkpoint, settle_all
 from kdist.checkpoint.folders import gather_from, remove
+from kdist.checkpoint.layout import position
 from kdist.checkpoint.manager import CheckpointManager
-from kdist.cluster.logs import logger
-from kdist.errors import CheckpointCorruptError, InvalidArgumentError
+from kdist.cluster.logs import logger, notice
+from kdist.errors import CheckpointCorruptError, InvalidArgumentError, check_positive
 from kdist.training.preemption import TerminationConfig, TerminationWatch
 from kdist.training.progress import Progress
 from kdist.training.session import progress_of
@@ -77,13 +77,8 @@ class BackupAndRestore(keras.callbacks.Callback):
                 received={"save_freq": save_freq, "every_seconds": every_seconds},
                 hint='Pass save_freq="epoch", save_freq=100, or save_freq=None with every_seconds=60.',
             )
-        is_time = isinstance(every_seconds, numbers.Real) and every_seconds > 0
-        if not (every_seconds is None or is_time):  # NaN is not positive either
-            raise InvalidArgumentError(
-                "`every_seconds` is not a positive number.",
-                received={"every_seconds": every_seconds},
-                hint="Pass a positive number of seconds: every_seconds=60",
-            )
+        if every_seconds is not None:
+            check_positive("every_seconds", every_seconds, "Pass a number of seconds: every_seconds=60")
         if not os.fspath(backup_dir):
             raise InvalidArgumentError(
                 "`backup_dir` is empty.",
@@ -111,15 +106,15 @@ class BackupAndRestore(keras.callbacks.Callback):
         )
         runtime = self._manager.checkpoint.runtime()
         settle_all(runtime)
-        _restore_newest(self._manager)
-        self._check_epochs(self.params.get("epochs"))
-        if self._progress.has_stopped:
-            logger.info(
-                "a callback stopped the training of the backup in %s after epoch %d, so nothing is trained. "
-                "Delete the directory to train again.",
-                self._manager.directory,
-                self._progress.epoch,
-            )
+        path = _restore_newest(self._manager)
+        self._check_epochs(epochs := self.params.get("epochs"))
+        epoch, step = self._progress.epoch, self._progress.step
+        if path is not None and self._progress.runtime.worker_index == 0:
+            if self._progress.has_stopped or epoch == epochs:
+                why = "the backup %s is from the end of the training, epoch %d, so `fit` trains nothing. "
+                notice(f"{why}To train again, delete the directory.", path, epoch)
+            else:
+                notice("resuming at %s, from %s", position(epoch, step), path)
         self._saved_at = self._progress.num_steps
         self._saved_time = time.monotonic()
         self._clock = (
@@ -191,8 +186,8 @@ def _delete_all(manager: CheckpointManager) -> None:
                 os.rmdir(manager.directory)
 
 
-def _restore_newest(manager: CheckpointManager) -> None:
-    """Restores the newest backup that all workers have and that is not corrupt."""
+def _restore_newest(manager: CheckpointManager) -> str | None:
+    """Restores the newest backup that all workers have and that is not corrupt. Returns its path."""
     # With a separate directory per worker, some may have lost backups, or finished saving one more.
     found = gather_from(manager.checkpoint.runtime(), list(map(os.path.basename, manager.checkpoints)))
     shared = [name for name in found[0] if all(name in theirs for theirs in found)]
@@ -208,7 +203,7 @@ def _restore_newest(manager: CheckpointManager) -> None:
                 logger.warning(
                     "the backup %s contains %s, which kdist cannot restore.", path, ", ".join(unused)
                 )
-            return
+            return path
         except CheckpointCorruptError as error:
             logger.warning(
                 "cannot restore the backup %s. kdist tries the previous backup. "
@@ -216,3 +211,4 @@ def _restore_newest(manager: CheckpointManager) -> None:
                 path,
                 error,
             )
+    return None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import keras
 
-from kdist.errors import InvalidArgumentError
+from kdist.errors import check_whole
 from kdist.synchrony import check_in_sync
 from kdist.training.session import progress_of
 
@@ -33,12 +33,7 @@ class DriftWatch(keras.callbacks.Callback):
 
     def __init__(self, every: int = 1000) -> None:
         super().__init__()
-        if not isinstance(every, int) or every < 1:
-            raise InvalidArgumentError(
-                "`every` is not a positive number of steps.",
-                received={"every": every},
-                hint="Pass a positive integer: kdist.callbacks.DriftWatch(every=500)",
-            )
+        check_whole("every", every, "Pass a number of steps: kdist.callbacks.DriftWatch(every=500)")
         self.every = every
 
     def on_train_begin(self, logs: Mapping[str, object] | None = None) -> None:

@@ -21,7 +21,7 @@ from kdist.checkpoint.checkpoint import wait_for_all
 from kdist.context import StrategyLike
 from kdist.control import whereabouts
 from kdist.data.agreement import split_batch
-from kdist.errors import InvalidArgumentError
+from kdist.errors import InvalidArgumentError, check_whole
 from kdist.training import keras_callbacks
 from kdist.training.backup_and_restore import BackupAndRestore
 from kdist.training.batches import GlobalBatches
@@ -62,6 +62,8 @@ def fit(
     """Trains the model for a number of epochs. Arguments and result are the same as for `keras.Model.fit`."""
     session = session_of(strategy, model)
     keras_hooks.require_compiled(model, "fit")
+    for name, value in {"epochs": epochs, "initial_epoch": initial_epoch}.items():
+        check_whole(name, value, f"Pass a number of epochs, for example {name}=2.", least=0)
     epochs = min(epochs, keras.config.max_epochs() or epochs)
     whereabouts.enter("the beginning of fit", 0)
     if validation_split and validation_data is None:

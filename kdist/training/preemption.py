@@ -20,7 +20,7 @@ from kdist.backends.contract import Runtime
 from kdist.checkpoint.checkpoint import Checkpoint
 from kdist.checkpoint.manager import CheckpointManager
 from kdist.cluster import logs
-from kdist.errors import InvalidArgumentError
+from kdist.errors import InvalidArgumentError, check_positive
 from kdist.training.voting import RegularExchange
 
 EXIT_CODE = 75
@@ -56,6 +56,18 @@ class TerminationConfig:
     exit_fn: Callable[[], None] | None = None
     grace_period: float | None = None
     save_fn: Callable[[], object] | None = None
+
+    def __post_init__(self) -> None:
+        # An error at the end would lose the work since the last backup.
+        for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
+            function = getattr(self, name)
+            if function is not None and not callable(function):
+                hint = f"Pass the function, not its result: TerminationConfig({name}=function)"
+                raise InvalidArgumentError(
+                    f"`{name}` is not a function.", received={name: function}, hint=hint
+                )
+        if self.grace_period not in (None, 0):
+            check_positive("grace_period", self.grace_period, "Pass a number of seconds: grace_period=60")
 
 
 class TerminationWatch:

@@ -13,7 +13,7 @@ from typing import IO, Any
 import keras
 import numpy as np
 
-from kdist.errors import InvalidArgumentError
+from kdist.errors import InvalidArgumentError, check_whole
 from kdist.tracing import Meter
 from kdist.training.session import progress_of
 from kdist.whole_files import is_remote
@@ -46,12 +46,7 @@ class RunLog(keras.callbacks.Callback):
 
     def __init__(self, directory: str | os.PathLike[str], every: int = 10) -> None:
         super().__init__()
-        if not isinstance(every, int) or every < 1:
-            raise InvalidArgumentError(
-                "`every` is not a positive number of steps.",
-                received={"every": every},
-                hint='Pass a positive integer: kdist.callbacks.RunLog("runs/first", every=10)',
-            )
+        check_whole("every", every, 'Pass a number of steps: kdist.callbacks.RunLog("runs/first", every=10)')
         if not os.fspath(directory) or is_remote(os.fspath(directory)):
             raise InvalidArgumentError(
                 "`directory` is empty or in an object store, which cannot append records to a file.",

@@ -13,7 +13,7 @@ from kdist.backends import get_backend
 from kdist.backends.contract import StepFunction
 from kdist.backends.messages import call_on_all, check_equal, read_on_all
 from kdist.context import StrategyLike
-from kdist.errors import InvalidArgumentError, StrategyScopeError, WorkerFailedError
+from kdist.errors import InvalidArgumentError, StrategyScopeError, WorkerFailedError, check_whole
 from kdist.training import keras_callbacks, probe
 from kdist.training.batches import GlobalBatches
 from kdist.training.progress import Progress
@@ -115,15 +115,13 @@ class Session:
         """Returns the batches of an epoch, from data that all workers pass or from a distributed dataset.
 
         Raises:
-            InvalidArgumentError: If `batch_size` is less than 1. Some backends would silently read nothing.
+            InvalidArgumentError: If `batch_size` is not a whole number of at least 1. Some backends would silently read
+                nothing.
         """
         batch_size = arguments.get("batch_size")
-        if batch_size is not None and batch_size < 1:
-            raise InvalidArgumentError(
-                "`batch_size` is not a positive number of rows.",
-                received={"batch_size": batch_size},
-                hint="Pass the number of rows over all replicas, for example: batch_size=32",
-            )
+        if batch_size is not None:
+            hint = "Pass the number of rows over all replicas, for example: batch_size=32"
+            arguments["batch_size"] = check_whole("batch_size", batch_size, hint)
         defaults = {"shuffle": False, "steps_per_execution": self.model.steps_per_execution}
         return GlobalBatches(self.runtime, self.model.name, **defaults | arguments)
 

@@ -90,7 +90,7 @@ ERRORS = {
     "a wrong protocol": r"InvalidArgumentError: `protocol` is not supported",
     "a port that is taken": r"ClusterConfigError: Cannot listen on port \d+[\s\S]*localhost:\d+[\s\S]*another port",
     "a partitioner that is none": r"InvalidArgumentError: `variable_partitioner` is not a function",
-    "a staleness below zero": r"InvalidArgumentError: `max_staleness` is neither[\s\S]*\nReceived: max_staleness=-1",
+    "a staleness below zero": r"InvalidArgumentError: `max_staleness` is not[\s\S]*\nReceived: max_staleness=-1",
     "iterating here": r"StrategyScopeError: The coordinator cannot iterate[\s\S]*schedule\(step, args=\(iterator,\)\)",
     "no function": r"InvalidArgumentError: `fn` is not a function[\s\S]*\nReceived: fn=7",
     "no strategy": r"InvalidArgumentError: `strategy` is not a ParameterServerStrategy",

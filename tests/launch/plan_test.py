@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kdist import errors
 from kdist.cluster import discover
 from kdist.cluster.keras_backends import check_backend
 from kdist.errors import BackendError, ClusterConfigError, InvalidArgumentError
@@ -258,12 +259,17 @@ def test_output_that_nobody_reads_is_discarded_when_the_job_ends():
         assert reader.read1(65536).startswith(b"first\nxxx")
 
 
+@pytest.mark.kills("torch_traceback_not_found")
 def test_tail_notes_the_traceback():
     tail = Tail(most=3)
     tail.feed(b"1\n2\n3\n4\nTrace")
     assert tail.traceback_at is None and tail.lines() == ["2", "3", "4", "Trace"]
     tail.feed(b"back (most recent call last):\n")
     assert tail.traceback_at is not None and not tail.has_lost_another
+    rank = Tail()
+    rank.feed(b"[rank1]: Traceback (most recent call last):\n[rank1]: ValueError: no\n")
+    assert rank.traceback_at is not None
+    assert rank.lines() == ["Traceback (most recent call last):", "ValueError: no"]
     tail.feed(b"kdist: The job lost worker 0 (a:1): it died.\n")
     assert tail.has_lost_another
 
@@ -299,6 +305,20 @@ def test_a_long_traceback_is_shortened_from_the_middle():
     short = last_traceback([TRACEBACK[0], *frames, "ValueError: no", *["detail"] * 30], 12)
     assert len(short) <= 12 and short[0] == TRACEBACK[0]
     assert "ValueError: no" in short and "    call49()" in short and "  …" in short
+
+
+@pytest.mark.kills("users_line_lost_in_frames_of_libraries", "carets_taken_for_the_error")
+def test_the_last_frame_of_the_user_is_shown():
+    library = [f'  File "/v/site-packages/keras/x.py", line {i}, in f' for i in range(30)]
+    own = [f'  File "{errors.__file__}", line 3, in own', "    raise ValueError(", "^^^^^^^^^^^^^^^^^"]
+    first = ['  File "/home/me/train.py", line 1, in <module>', "    main()"]
+    last = ['  File "/home/me/train.py", line 9, in main', "    model.fit(x)", "    ^^^^^^^^^^^^"]
+    said = ["ValueError: no", *[f"detail {i}" for i in range(9)]]
+    block = last_traceback([TRACEBACK[0], *first, *last, *library, *own, *said], 17)
+    assert block == [TRACEBACK[0], "  …", *last, "  …", *said]
+    assert last_traceback([TRACEBACK[0], *first, said[0]], 17) == [TRACEBACK[0], *first, said[0]]
+    ours = last_traceback([TRACEBACK[0], *library, *own, said[0]], 17)
+    assert ours == [TRACEBACK[0], "  …", *[*library, *own][-14:], said[0]], "no frame of the user"
 
 
 def _ended(code, lines=(), log_file=None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -23,7 +24,6 @@ from kdist.command_line import main
         (["bench", "--backend", "jxa"], "kdist bench ", "invalid choice: 'jxa'", "Did you mean jax?"),
         (["info", "all"], "kdist info ", "unexpected argument: all", "kdist info --help"),
         (["rnu", "x.py"], "kdist ", "invalid choice: 'rnu'", "Did you mean run?"),
-        ([], "kdist ", "required: COMMAND", "kdist --help"),
         (["manifest", "slrum"], "kdist manifest ", "invalid choice: 'slrum'", "Did you mean slurm?"),
         (
             ["manifest", "slurm", "-n", "2", "--gpu", "1", "x.py"],
@@ -47,6 +47,42 @@ def test_the_subcommand_suggests_the_nearest_option(arguments, usage, message, h
     assert not out and err.startswith(f"usage: {usage}")
     *_, said, suggested = err.splitlines()
     assert message in said and suggested.endswith(hint)
+
+
+@pytest.mark.kills("kdist_alone_lists_no_commands")
+@pytest.mark.parametrize(("arguments", "listed"), [([], "checkpoint"), (["checkpoint"], "convert")])
+def test_without_a_command_the_help_lists_the_commands(arguments, listed, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    out, err = capsys.readouterr()
+    assert ended.value.code == 2 and not out
+    assert re.search(rf"^ +{listed} +\w", err, re.M) and "examples:" in err
+
+
+@pytest.mark.kills("python_taken_as_the_script")
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["run", "-n", "2", "python", "train it.py", "--epochs", "2"], "kdist run 'train it.py' --epochs 2"),
+        (["run", sys.executable, "-m", "package.train"], "kdist run -m package.train"),
+        (["run", "python3"], "kdist run train.py"),
+        (["manifest", "slurm", "-n", "2", "python3.11", "x.py"], "kdist manifest slurm x.py"),
+    ],
+)
+def test_python_is_not_the_script(arguments, hint, capsys):
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.endswith(f"Pass only the script: {hint}\n")
+
+
+@pytest.mark.kills("nearest_backend_not_suggested")
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("pytorch", "torch"), ("TF", "tensorflow"), ("jaxlib", "jax"), ("mlx", "jax")]
+)
+def test_an_unknown_backend_suggests_the_nearest(name, nearest, tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    assert main(["run", "--backend", name, str(script)]) == 2
+    assert f"kdist run --backend {nearest}, or export KERAS_BACKEND={nearest}\n" in capsys.readouterr().err
 
 
 def test_the_script_may_have_any_options(tmp_path, capsys):

@@ -156,12 +156,16 @@ def different_devices(folder: Path, backend: str) -> str:
 
 
 def backend_that_is_unknown(folder: Path, backend: str) -> str:
-    with started(folder, "import kdist\nkdist.MirroredStrategy()\n", [{"KERAS_BACKEND": "theano"}]) as begun:
+    with started(folder, "import kdist\nkdist.MirroredStrategy()\n", [{"KERAS_BACKEND": "pytorch"}]) as begun:
         return said_by(begun)
 
 
 def no_such_script(folder: Path, backend: str) -> str:
     return run(folder, "run", "trian.py")
+
+
+def python_as_the_script(folder: Path, backend: str) -> str:
+    return run(folder, "run", "python", "train.py")
 
 
 # After the workers have joined -------------------------------------------------------------------------------

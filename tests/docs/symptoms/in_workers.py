@@ -72,20 +72,19 @@ def other_number_of_rows() -> None:
     fit(x=x, y=y)
 
 
+def saves_alone() -> None:
+    model = new_model()
+    if me() == 0:
+        kdist.Checkpoint(model=model).save("checkpoints")
+    fit(model)
+
+
 def other_length() -> None:
     fit(x=batches(2 + me()), y=None, batch_size=None)
 
 
 def other_model() -> None:
     fit(new_model(4 + me()))
-
-
-def other_method() -> None:
-    model = new_model()
-    if me() == 0:
-        model.evaluate(*data(), verbose=0)
-    else:
-        fit(model)
 
 
 def other_weights() -> None:
