@@ -40,12 +40,23 @@ def tests_of(package: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in found if "multi_process" not in path.name)
 
 
+def files_of(package: str) -> list[str]:
+    """Returns the files of a package, or the one file of a module.
+
+    Raises:
+        ValueError: kdist does not have this package. Without files, mutmut would change all of kdist.
+    """
+    found = [ROOT / "kdist" / f"{package}.py", *(ROOT / "kdist" / package).rglob("*.py")]
+    if files := sorted(str(path.relative_to(ROOT)) for path in found if path.exists()):
+        return files
+    raise ValueError(f"kdist has no package or module {package!r}")
+
+
 def configuration(package: str, tree: Path) -> str:
     """Returns the settings of mutmut for a package, to append to pyproject.toml."""
     copied = sorted(path.name for path in tree.iterdir() if path.name not in ("kdist", "tests"))
-    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "kdist" / package).rglob("*.py"))
     return _CONFIGURATION.format(
-        files=json.dumps(files), copied=json.dumps(copied), tests=json.dumps(tests_of(package))
+        files=json.dumps(files_of(package)), copied=json.dumps(copied), tests=json.dumps(tests_of(package))
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import rest, turn
+from tests import mutation_score, rest, turn
 
 OLD = rest.Entry(10, "abc", True, 1.0)
 NEW = rest.Entry(90, "def", True, 1.0)
@@ -46,6 +46,19 @@ def test_three_turns_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(rest.turn, "turn", lambda commits=commits: commits)
         found += [rest.third_of(f"{i}/4") for i in range(1, 5)]
     assert sorted(found) == sorted(f"{i}/12" for i in range(1, 13))
+
+
+@pytest.mark.kills("score_of_a_module_without_files")
+@pytest.mark.parametrize("package", rest.PACKAGES)
+def test_a_mutation_score_is_about_one_package(package: str) -> None:
+    assert mutation_score.files_of(package)
+    assert all(name.startswith(f"kdist/{package}") for name in mutation_score.files_of(package))
+    assert mutation_score.tests_of(package)
+
+
+def test_a_mutation_score_of_no_package_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no package or module 'gone'"):
+        mutation_score.files_of("gone")
 
 
 def test_a_run_is_written_down_and_its_failure_is_printed_last(
