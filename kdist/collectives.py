@@ -118,7 +118,7 @@ def runtime_of(strategy: StrategyLike | None) -> Runtime | None:
 
 def _exchange(runtime: Runtime, value: object) -> list[Any]:
     """Gathers a value from every worker. If one worker cannot send its value, all workers raise."""
-    from kdist.arrays.gathering import decode
+    from kdist.arrays.row_exchange import decode
 
     def failed(index: int, text: str) -> Exception:
         hint = f"Read the traceback of worker {index}."
@@ -136,7 +136,7 @@ def _encoded(value: object) -> bytes:
     import keras
 
     from kdist.arrays import rows
-    from kdist.arrays.gathering import encode
+    from kdist.arrays.row_exchange import encode
 
     def host(leaf: object) -> object:
         if leaf is None or isinstance(leaf, (bool, int, float, str)):

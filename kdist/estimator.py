@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kdist import keras_hooks
-from kdist.checkpoint import ending, storage
+from kdist.checkpoint import end_of_training, storage
 from kdist.checkpoint.checkpoint import Checkpoint
 from kdist.checkpoint.layout import latest_checkpoint
 from kdist.checkpoint.manager import CheckpointManager
@@ -289,7 +289,7 @@ def train_and_evaluate(
         after_saving=turns,
     )
     if cluster.is_chief:
-        ending.end([estimator.model_dir])  # even if no steps were left to train
+        end_of_training.end([estimator.model_dir])  # even if no steps were left to train
     return None if turns is None else turns.last()
 
 

@@ -62,6 +62,7 @@ EXTRA_FILES = {
         "copies.py",  # PyTorch's replicas of a process need tensors of their own
         "divided.py",  # Keras's layers on PyTorch need whole tensors
         "seeds.py",  # reading a seed from a GPU waits for all work on the GPU
+        "moments.py",  # one collective instead of three for few replicas
         "modules.py",  # PyTorch modules inside a Keras model read their parameters directly
         "tables.py",  # only TensorFlow's coordinator looks up rows on its servers
         "recorded_steps.py",  # Keras does not compile steps on PyTorch, so kdist records a step,

@@ -92,7 +92,7 @@ def test_strangers_at_a_parameter_server():
         return {"heard": header["said"]}, arrays
 
     (address,) = local_addresses(1)
-    service = Service(address, {"echo": echo}, "a secret")
+    service = Service(address, lambda header: echo, "a secret")
     try:
         host, _, port = address.rpartition(":")
         open_ones = throw(

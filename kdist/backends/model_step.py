@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from kdist.arrays.gathering import decode, encode
+from kdist.arrays.row_exchange import decode, encode
 from kdist.arrays.splitting import have_all_rows
 from kdist.backends.contract import ReplicaBatches
 from kdist.backends.kept_gradients import KeepingSteps, KeptInReplicas

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kdist import faults, tracing
 from kdist.backends.contract import Runtime
-from kdist.checkpoint import ending, folders, layout, storage, writing
+from kdist.checkpoint import end_of_training, folders, layout, storage, writing
 from kdist.checkpoint.folders import gather_from
 from kdist.cluster import logs
 from kdist.context import StrategyLike, current_strategy, joined_strategy
@@ -281,7 +281,7 @@ class Checkpoint:
         except CheckpointError as error:
             raise error from None if last is None else last.error
         if runtime is None or runtime.worker_index == 0:
-            ending.note_saved(directory)
+            end_of_training.note_saved(directory)
         logs.logger.debug("saving %s", folder.final)
         save = _open[self._serial] = writing.Save(folder, after)
         if choose is not None:

@@ -22,9 +22,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from kdist.control import lost_workers, stalls, whereabouts
+from kdist.control import loss_reasons, stalls, whereabouts
 from kdist.control.connections import Connections
-from kdist.control.lost_workers import Loss
+from kdist.control.loss_reasons import Loss
 from kdist.errors import WorkerTimeoutError
 
 _MESSAGE, _ALL, _LOSSES, _POST, _WAITS, _ASK, _ANSWER = b"m", b"a", b"l", b"p", b"w", b"?", b"!"
@@ -135,7 +135,7 @@ class Channel:
             if all(loss.delivered > turn for loss in self._losses.values()):
                 return {}
             self._changed.wait_for(self._has_cause, _CAUSE)
-            return lost_workers.first_cause(self._losses)
+            return loss_reasons.first_cause(self._losses)
 
     def _late_error(self, turn: int, limit: float) -> WorkerTimeoutError:
         delivered = self._ask().get("delivered", [0])
@@ -231,7 +231,7 @@ class Channel:
 
     def died(self) -> dict[int, str]:
         """Returns the first worker that died, hung or was stopped, and the reason; otherwise nothing."""
-        return lost_workers.first_cause({i: loss for i, loss in self.lost.items() if loss.is_sudden})
+        return loss_reasons.first_cause({i: loss for i, loss in self.lost.items() if loss.is_sudden})
 
     def wait_for_loss(self, timeout: float) -> dict[int, str]:
         """Waits until a worker is lost, and returns its index and the reason; empty if no worker is lost.
@@ -242,7 +242,7 @@ class Channel:
         with self._changed:
             if self._changed.wait_for(lambda: self._losses, timeout):
                 self._changed.wait_for(self._has_cause, _CAUSE)
-            return lost_workers.first_cause(self._losses)
+            return loss_reasons.first_cause(self._losses)
 
     def _has_cause(self) -> bool:
         return any(loss.is_cause for loss in self._losses.values())
@@ -293,7 +293,7 @@ class Channel:
             if not self._left:
                 self._left = True
                 loss = dataclasses.replace(
-                    loss or lost_workers.of_this_process(), delivered=self._delivered[0]
+                    loss or loss_reasons.of_this_process(), delivered=self._delivered[0]
                 )
                 self._connections.broadcast(_LOSSES, 0, _packed({self.index: loss}))
 
@@ -310,12 +310,12 @@ class Channel:
             loss = self._losses[0]
             self._losses[0] = Loss(loss.kind, loss.reason, self._answered)
             self._wake()
-        self._note(index, Loss(lost_workers.DIED, lost_workers.REASONS[lost_workers.DIED], self._answered))
+        self._note(index, Loss(loss_reasons.DIED, loss_reasons.REASONS[loss_reasons.DIED], self._answered))
 
     def note_silence(self, index: int) -> None:
         """Notes a worker as stopped."""
         self._note(
-            index, Loss(lost_workers.STOPPED, lost_workers.REASONS[lost_workers.STOPPED], self._answered)
+            index, Loss(loss_reasons.STOPPED, loss_reasons.REASONS[loss_reasons.STOPPED], self._answered)
         )
 
     def finish_round(self) -> None:
@@ -331,7 +331,7 @@ class Channel:
             for lost, letter, reason, delivered in json.loads(data):
                 self.names[lost]  # raises an error if there is no such worker
                 if self.index > 0 or lost == index:  # only the chief reports others
-                    self._note(lost, Loss(lost_workers.KINDS[letter], str(reason), int(delivered)))
+                    self._note(lost, Loss(loss_reasons.KINDS[letter], str(reason), int(delivered)))
         elif kind == _POST:
             key, text = json.loads(data)
             self._posts[str(key)] = str(text)

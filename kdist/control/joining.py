@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from kdist.cluster import Cluster, logs, timeouts
 from kdist.cluster.roles import listed
-from kdist.control import lost_workers
+from kdist.control import loss_reasons
 from kdist.control.channel import Channel
 from kdist.control.rendezvous import connect_workers
 from kdist.errors import ClusterConfigError, StrategyScopeError, WorkerMismatchError
@@ -76,7 +76,7 @@ def join_once(
 
 
 def _close(channel: Channel, kind: object, error: BaseException | None, trace: object) -> None:
-    channel.close(lost_workers.of_error(error) if error is not None else None)
+    channel.close(loss_reasons.of_error(error) if error is not None else None)
 
 
 def closed_error(this_worker: str, error: BaseException) -> ClusterConfigError:

@@ -23,7 +23,7 @@ from typing import NoReturn, Protocol
 
 from kdist.cluster import timeouts
 from kdist.control import activity, frames, whereabouts
-from kdist.control.lost_workers import DIED, ENDED, HUNG, REASONS, Loss
+from kdist.control.loss_reasons import DIED, ENDED, HUNG, REASONS, Loss
 from kdist.errors import WorkerLostError, WorkerTimeoutError
 
 # Shares of the heartbeat timeout: until a worker publishes that it waits, until a worker without progress is

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kdist import keras_hooks
-from kdist.checkpoint import ending
+from kdist.checkpoint import end_of_training
 from kdist.cluster.logs import logger
 from kdist.coordinator.watching import Folder, Watched
 from kdist.errors import (
@@ -141,7 +141,7 @@ class SidecarEvaluator:
         Args:
             checkpoint_dir: The directory of the checkpoints, which must all be complete.
         """
-        ending.end([os.path.abspath(checkpoint_dir)])
+        end_of_training.end([os.path.abspath(checkpoint_dir)])
 
     def start(self) -> list[Evaluation]:
         """Evaluates each new checkpoint until training has ended.
@@ -153,7 +153,7 @@ class SidecarEvaluator:
             WorkerTimeoutError: If no checkpoint appears within `first_timeout`, or later within `timeout`.
             CheckpointMismatchError: If a checkpoint does not match the model.
         """
-        with ending.watched(self._folder.path):
+        with end_of_training.watched(self._folder.path):
             self._watch()
         return self._evaluations
 
@@ -223,11 +223,11 @@ class SidecarEvaluator:
     def _has_ended(self, waited: float) -> bool:
         """Returns whether training has ended, not only one of several calls of `fit`."""
         now = time.monotonic()
-        if not ending.has_ended(self._folder.path):
+        if not end_of_training.has_ended(self._folder.path):
             self._sign_seen = None
             return False
         self._sign_seen = self._sign_seen or now
-        if ending.is_of_now(self._folder.path):
+        if end_of_training.is_of_now(self._folder.path):
             return now - self._sign_seen >= self._end_delay
         # The file may be left from an earlier training, and the current one may not have started.
         return waited >= (self._first_timeout or 0.0)

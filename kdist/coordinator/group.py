@@ -45,7 +45,6 @@ class Group:
     """The workers of a synchronous job, which the coordinator calls together."""
 
     workers: Sequence[Peer]
-    session: str  # the name of the current run of the job
 
     def __post_init__(self) -> None:
         self._has_joined = False
@@ -71,7 +70,6 @@ class Group:
 
         If several workers fail, raises an error that is not about the loss of a worker, if there is one.
         """
-        header = {"session": self.session} | dict(header)
         waits = [peer.begin(method, header, arrays) for peer in self.workers]
 
         def outcome(wait: Callable[[], Any]) -> Any:

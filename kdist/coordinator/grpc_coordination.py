@@ -85,10 +85,13 @@ class GrpcCoordination(Coordination):
         self._synchronous = synchronous
         session, secret = uuid.uuid4().hex, job_secret([*cluster.workers, *cluster.servers])
         servers = [
-            Peer(*task, secret, after_lost_server)
+            Peer(*task, secret, after_lost_server, session)
             for task in zip(cluster.server_names, cluster.servers, strict=True)
         ]
-        peers = [Peer(*task, secret) for task in zip(cluster.worker_names, cluster.workers, strict=True)]
+        peers = [
+            Peer(*task, secret, session=session)
+            for task in zip(cluster.worker_names, cluster.workers, strict=True)
+        ]
         self._peers = everyone = [*servers, *peers]
         try:
             wait_for_tasks(
@@ -101,9 +104,9 @@ class GrpcCoordination(Coordination):
             for peer in everyone:
                 peer.close()
             raise
-        self.served = Served(engine, servers, session, tells=True)
+        self.served = Served(engine, servers, tells=True)
         for server in servers:
-            server.call("begin", {"session": session, "floatx": keras.config.floatx()})
+            server.call("begin", {"floatx": keras.config.floatx()})
         self._watches = [server.watch(functools.partial(self._lost_server, server)) for server in servers]
         self.closures = closures
         self.optimizers = Optimizers(strategy, self.served, self.give)
@@ -114,15 +117,10 @@ class GrpcCoordination(Coordination):
         self._lock = threading.RLock()
         # Separate from `_lock`, because the thread that pickles can call `give` while another has `_lock`.
         self._giving = threading.Lock()
-        self.group = Group(peers, session)
+        self.group = Group(peers)
         self._threads: list[threading.Thread] = []
         for index, peer in enumerate(peers):
-            begin = {
-                "session": session,
-                "index": index,
-                "servers": cluster.servers,
-                "synchronous": synchronous,
-            }
+            begin = {"index": index, "servers": cluster.servers, "synchronous": synchronous}
             worker = _Worker(peer, begin)
             if synchronous:
                 worker.begin()
@@ -290,7 +288,7 @@ class _Worker:
         self, method: str, header: Mapping[str, Any], data: np.ndarray
     ) -> tuple[dict[str, Any], list[np.ndarray]]:
         """Calls a method of the worker with one pickle. Raises the error that the worker answers."""
-        answer, arrays = self.peer.call(method, {"session": self.header["session"], **header}, [data])
+        answer, arrays = self.peer.call(method, header, [data])
         if "raised" in answer:
             raise shipping.load_error(arrays[0], self.peer.name)
         return answer, arrays

@@ -30,9 +30,7 @@ class GrpcServer:
         self._handlers: Mapping[str, Handler] = {}
         self._lock = threading.Lock()
         self._secret = secret
-        names = (*ParameterStore.METHODS, *Task.METHODS, *GroupTask.METHODS)
-        methods = {name: self._forward(name) for name in names}
-        self._service = Service(address, methods | {"begin": self._begin}, self._secret)
+        self._service = Service(address, self._handler_of, self._secret)
 
     def join(self) -> None:
         self._service.wait()
@@ -47,21 +45,23 @@ class GrpcServer:
                 if isinstance(self._serves, SessionTask):
                     self._serves.close()
                 addresses = header["servers"]
-                peers = [Peer(task_name("ps", i, one), one, self._secret) for i, one in enumerate(addresses)]
+                peers = [
+                    Peer(task_name("ps", i, one), one, self._secret, session=self._session)
+                    for i, one in enumerate(addresses)
+                ]
                 task = GroupTask if header["synchronous"] else Task
-                self._serves = task(self._engine, header["index"], self._address, self._session, peers)
+                self._serves = task(self._engine, header["index"], self._address, peers)
             self._handlers = {name: getattr(self._serves, name) for name in self._serves.METHODS}
         return {}, ()
 
-    def _forward(self, name: str) -> Handler:
-        def handle(header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
-            with self._lock:
-                if header.get("session") != self._session:
-                    raise StrategyScopeError(
-                        "This task now serves another coordinator, which connected later.",
-                        hint="Use one coordinator at a time per cluster, or restart the cluster.",
-                    )
-                handler = self._handlers[name]
-            return handler(header, arrays)
-
-        return handle
+    def _handler_of(self, header: Mapping[str, Any]) -> Handler:
+        """Returns the function that answers a call."""
+        if header["method"] == "begin":
+            return self._begin
+        with self._lock:
+            if header["session"] != self._session:
+                raise StrategyScopeError(
+                    "This task now serves another coordinator, which connected later.",
+                    hint="Use one coordinator at a time per cluster, or restart the cluster.",
+                )
+            return self._handlers[header["method"]]

@@ -71,12 +71,15 @@ class PeerLost(WorkerLostError):
 
 
 class Peer:
-    """A connection to another task of the job. If the task is lost, `if_lost` returns the hint of the error."""
+    """A connection to another task of the job. If the task is lost, `if_lost` returns the hint of the error.
 
-    def __init__(self, name: str, address: str, secret: str, if_lost: Callable[[], str] = str) -> None:
-        self.name = name
-        self.if_lost = if_lost
-        self.address = address
+    `session` is the name of the current run of the job. A task only answers the session that began last.
+    """
+
+    def __init__(
+        self, name: str, address: str, secret: str, if_lost: Callable[[], str] = str, session: str = ""
+    ) -> None:
+        self.name, self.address, self.if_lost, self.session = name, address, if_lost, session
         self.sent = self.received = 0
         """The bytes of arrays sent to the task, and received from it."""
         options = (*_CHANNEL, *_keep_alive())
@@ -133,7 +136,7 @@ class Peer:
         timeout: float | None = None,
     ) -> Callable[[], tuple[dict[str, Any], list[np.ndarray]]]:
         """Starts a call, and returns a function that waits for the answer and returns it like `call`."""
-        messages = _written({"method": method} | dict(header or {}), arrays)
+        messages = _written({"method": method, "session": self.session, **(header or {})}, arrays)
         first, second = next(messages), next(messages, None)
         self.sent += sum(array.nbytes for array in arrays)
         if second is None:
@@ -221,10 +224,13 @@ def _keep_alive() -> tuple[tuple[str, int], ...]:
 
 
 class Service:
-    """A server for calls from other tasks, which need the secret. Each call of a handler runs in its own thread."""
+    """A server for calls from other tasks, which need the secret.
 
-    def __init__(self, address: str, handlers: Mapping[str, Handler], secret: str) -> None:
-        self._handlers = handlers
+    `handler_of` returns the function that answers the call with a header. Each call runs in its own thread.
+    """
+
+    def __init__(self, address: str, handler_of: Callable[[Mapping[str, Any]], Handler], secret: str) -> None:
+        self._handler_of = handler_of
         module = grpc()
         self._server = module.server(
             DaemonThreads(f"kdist {address}"), options=_SERVER, maximum_concurrent_rpcs=_MOST_CALLS
@@ -265,7 +271,7 @@ class Service:
     def _answer(self, received: Iterable[bytes], context: Any) -> Iterator[bytes]:
         try:
             header, arrays = _read(received)
-            answer = self._handlers[header["method"]](header, arrays)
+            answer = self._handler_of(header)(header, arrays)
         except Exception as error:
             answer = {"failed": f"{type(error).__name__}: {error}"}, ()
         yield from _written(*answer)

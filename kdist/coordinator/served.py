@@ -129,7 +129,6 @@ class Served:
 
     engine: Engine
     servers: Sequence[Peer]
-    session: str  # the name of the current run of the job
     tells: bool  # `pull` sends changed values to the servers before it reads; true on the coordinator
 
     def __post_init__(self) -> None:
@@ -188,7 +187,7 @@ class Served:
         self, server: int, method: str, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()
     ) -> Callable[[], Any]:
         """Starts a call of a server, and returns a function that waits for the answer."""
-        return self.servers[server].begin(method, {"session": self.session} | header, arrays)
+        return self.servers[server].begin(method, header, arrays)
 
     def call(
         self, server: int, method: str, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()

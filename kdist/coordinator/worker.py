@@ -124,12 +124,11 @@ class SessionTask(ABC):
     engine: Engine
     index: int
     address: str
-    session: str
     servers: Sequence[Peer]
 
     def __post_init__(self) -> None:
         self.strategy: Any = None
-        self.served = Served(self.engine, self.servers, self.session, tells=False)
+        self.served = Served(self.engine, self.servers, tells=False)
         self.own_values: dict[int, object] = {}
         self._variables: dict[int, keras.Variable] = {}
 
@@ -220,8 +219,7 @@ class Task(SessionTask):
             return
         closure = [self._closure[0], next(self._commits)]
         headers: list[dict[str, Any]] = [
-            {"session": self.session, "closure": closure, "oldest": self._closure[1], "gradients": []}
-            for _ in self.servers
+            {"closure": closure, "oldest": self._closure[1], "gradients": []} for _ in self.servers
         ]
         sent: list[list[np.ndarray]] = [[] for _ in self.servers]
         for one in gradients:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kdist.arrays import rows
-from kdist.arrays.gathering import empty_parts, gather_rows
+from kdist.arrays.row_exchange import empty_parts, gather_rows
 from kdist.arrays.splitting import even_split, have_all_rows
 from kdist.backends.contract import ReplicaBatches, Runtime
 from kdist.backends.messages import gather

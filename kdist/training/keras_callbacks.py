@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import keras
 
 from kdist.backends.contract import Runtime
-from kdist.checkpoint import ending
+from kdist.checkpoint import end_of_training
 from kdist.training import saving
 from kdist.whole_files import is_remote, normal
 
@@ -69,12 +69,14 @@ class Ending:
         paths = [path.partition("{")[0] for path in saved_paths(callbacks) if not is_remote(path)]
         self._folders = set(map(os.path.dirname, paths))
         if self._is_chief:
-            ending.begin(self._folders)
+            end_of_training.begin(self._folders)
 
     def leave(self) -> None:
         """Writes the file to the directories of this `fit` that an evaluator watches or will watch."""
         if self._is_chief:
-            ending.end(filter(ending.is_wanted, {*self._folders, *ending.saved_since(self._began)}))
+            end_of_training.end(
+                filter(end_of_training.is_wanted, {*self._folders, *end_of_training.saved_since(self._began)})
+            )
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import keras
 import numpy as np
 
-from kdist.arrays.gathering import gather_rows
+from kdist.arrays.row_exchange import gather_rows
 from kdist.arrays.rows import num_rows
 from kdist.backends.aggregation import NotesAdditions
 from kdist.backends.contract import ReplicaBatches

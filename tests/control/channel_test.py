@@ -14,10 +14,10 @@ from collections.abc import Callable
 import pytest
 
 from kdist.control import connections as connections_module
-from kdist.control import lost_workers
+from kdist.control import loss_reasons
 from kdist.control.channel import Channel
 from kdist.control.connections import Connection, frame
-from kdist.control.lost_workers import Loss
+from kdist.control.loss_reasons import Loss
 from kdist.errors import WorkerLostError, WorkerTimeoutError
 from tests.helpers.joining import channels, sockets
 
@@ -133,9 +133,9 @@ def test_a_chief_that_leaves_before_all_messages_came_ends_the_wait() -> None:
 @pytest.mark.kills("channel_consequence_named")
 def test_the_cause_is_named_and_not_the_workers_that_it_took_along() -> None:
     with channels(4) as workers:
-        workers[1].leave(Loss(lost_workers.LOST_ANOTHER, "it lost another worker"))
-        workers[2].leave(Loss(lost_workers.ENDED, "it ended before the others"))
-        workers[3].leave(Loss(lost_workers.HUNG, "it hung at step 3 of epoch 1"))
+        workers[1].leave(Loss(loss_reasons.LOST_ANOTHER, "it lost another worker"))
+        workers[2].leave(Loss(loss_reasons.ENDED, "it ended before the others"))
+        workers[3].leave(Loss(loss_reasons.HUNG, "it hung at step 3 of epoch 1"))
         within(lambda: len(workers[0].lost) == 3)
         assert workers[0].wait_for_loss(0) == {3: "it hung at step 3 of epoch 1"}
         with pytest.raises(WorkerLostError, match="worker 3: it hung at step 3 of epoch 1"):
@@ -148,20 +148,20 @@ def test_the_error_of_a_worker_reaches_the_others(monkeypatch: pytest.MonkeyPatc
         other.leave()
         assert chief.wait_for_loss(10) == {1: "it failed: ValueError: no such file"}
         monkeypatch.setattr("sys.last_value", WorkerLostError("it lost one"), raising=False)
-        assert lost_workers.of_this_process().kind == lost_workers.LOST_ANOTHER
+        assert loss_reasons.of_this_process().kind == loss_reasons.LOST_ANOTHER
 
 
 def test_losses_are_reported_once_to_each_callback() -> None:
     with channels(2) as (chief, other):
         seen: list[tuple[int, bytes]] = []
         chief.on_loss(lambda index, loss: seen.append((index, loss.kind)))
-        other.leave(Loss(lost_workers.HUNG, "it hung"))
+        other.leave(Loss(loss_reasons.HUNG, "it hung"))
         die(other)
         within(lambda: seen)
         chief.on_loss(lambda index, loss: seen.append((index, b"later")))
         within(lambda: len(seen) == 2)
         time.sleep(0.1)
-        assert seen == [(1, lost_workers.HUNG), (1, b"later")]
+        assert seen == [(1, loss_reasons.HUNG), (1, b"later")]
 
 
 @pytest.mark.kills("heartbeat_ignored")
@@ -241,7 +241,7 @@ def test_the_last_messages_arrive_although_the_sender_closes() -> None:
             chief.gather(b"y" * 300_000)
             chief.close()
             assert len(begun()[1]) == 300_000
-            assert other.lost[0].kind == lost_workers.ENDED
+            assert other.lost[0].kind == loss_reasons.ENDED
 
 
 @pytest.mark.kills("channel_closes_before_all_is_sent")
@@ -258,7 +258,7 @@ def test_a_channel_sends_all_bytes_before_it_closes(monkeypatch: pytest.MonkeyPa
             received += data
             time.sleep(0.02)
     closing.join(10)
-    assert len(received) > 30_000_000 and lost_workers.REASONS[lost_workers.ENDED].encode() in received[-200:]
+    assert len(received) > 30_000_000 and loss_reasons.REASONS[loss_reasons.ENDED].encode() in received[-200:]
 
 
 @pytest.mark.kills("channel_each_leave_relayed_alone")

@@ -165,7 +165,7 @@ def play_signs(folder):
     import keras
 
     import kdist
-    from kdist.checkpoint import ending
+    from kdist.checkpoint import end_of_training
 
     def fit(*callbacks):
         model.fit(X, Y, batch_size=8, epochs=1, verbose=0, callbacks=list(callbacks))
@@ -183,7 +183,7 @@ def play_signs(folder):
     model = make_model(under_strategy=True)
     file = keras.callbacks.ModelCheckpoint(f"{folder}/files/{{epoch}}.keras")
     signs = [fit(), fit(file)]
-    with ending.watched(f"{folder}/files"), ending.watched(f"{folder}/own"):
+    with end_of_training.watched(f"{folder}/files"), end_of_training.watched(f"{folder}/own"):
         signs += [fit(file), fit(file, Saves())]
         message_of(lambda: fit(file, Fails()))
     signs.append(sorted(str(path.parent.name) for path in pathlib.Path(folder).rglob(".training-ended")))

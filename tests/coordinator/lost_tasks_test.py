@@ -11,7 +11,7 @@ import time
 import pytest
 
 from kdist.coordinator.rpc import Peer, PeerLost, Service
-from tests.coordinator.rpc_test import HANDLERS, SECRET
+from tests.coordinator.rpc_test import SECRET, handler_of
 from tests.helpers.scripts import local_addresses
 
 
@@ -27,7 +27,7 @@ def test_a_task_that_never_comes() -> None:
 
 def test_a_task_that_ends_in_the_middle_of_a_call_is_noticed() -> None:
     (address,) = local_addresses(1)
-    service = Service(address, HANDLERS, SECRET)
+    service = Service(address, handler_of, SECRET)
     peer = Peer("worker 0", address, SECRET)
     assert peer.is_there(10)
     lost = threading.Event()
@@ -39,7 +39,7 @@ def test_a_task_that_ends_in_the_middle_of_a_call_is_noticed() -> None:
         wait()
     assert lost.wait(5)
     # The peer finds a new service at the same address.
-    another = Service(address, HANDLERS, SECRET)
+    another = Service(address, handler_of, SECRET)
     assert peer.is_there(10)
     assert peer.call("echo", {"said": 3})[0] == {"heard": 3}
     stop()
@@ -51,7 +51,7 @@ SCRIPT = """
 import ctypes, sys
 from kdist.coordinator.rpc import Service
 hold = ctypes.PyDLL(None).sleep  # without releasing the interpreter lock
-Service(sys.argv[1], {"hold": lambda header, arrays: ({"left": hold(4)}, ())}, "a secret")
+Service(sys.argv[1], lambda header: lambda header, arrays: ({"left": hold(4)}, ()), "a secret")
 sys.stdin.read()
 """
 
@@ -78,7 +78,7 @@ def test_a_stopped_task_is_noticed_and_a_busy_task_is_not_lost(monkeypatch: pyte
 
 def test_who_stops_watching_is_not_told() -> None:
     (address,) = local_addresses(1)
-    service = Service(address, HANDLERS, SECRET)
+    service = Service(address, handler_of, SECRET)
     peer = Peer("worker 0", address, SECRET)
     told: list[int] = []
     stop = peer.watch(lambda: told.append(1))

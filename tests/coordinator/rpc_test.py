@@ -40,13 +40,16 @@ def stay(header: Any, arrays: Any) -> Any:
 
 
 SECRET = "a secret"
-HANDLERS = {"echo": echo, "fail": fail, "stay": stay}
+
+
+def handler_of(header):
+    return {"echo": echo, "fail": fail, "stay": stay}[header["method"]]
 
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[tuple[Service, str]]:
     (address,) = local_addresses(1)
-    made = Service(address, HANDLERS, SECRET)
+    made = Service(address, handler_of, SECRET)
     yield made, address
     made.stop()
 
@@ -130,7 +133,7 @@ STRANGERS = {
 def test_a_caller_that_cannot_prove_that_it_knows_the_secret_is_not_read(kind: str) -> None:
     (address,) = local_addresses(1)
     heard: list[Any] = []
-    service = Service(address, {"echo": lambda header, arrays: heard.append(header) or ({}, ())}, SECRET)
+    service = Service(address, lambda header: lambda header, arrays: heard.append(header) or ({}, ()), SECRET)
     try:
         options = [("grpc.ssl_target_name_override", tls.NAME)]
         credentials = STRANGERS[kind]()
@@ -221,7 +224,7 @@ def test_at_loopback_a_service_listens_nowhere_else() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ClusterConfigError, match="Cannot listen on port"):
-            Service(f"127.0.0.1:{port}", HANDLERS, SECRET)
+            Service(f"127.0.0.1:{port}", handler_of, SECRET)
 
 
 def message(header: Any, data: bytes = b"") -> bytes:
@@ -304,7 +307,7 @@ def test_a_service_runs_a_limited_number_of_calls(monkeypatch: pytest.MonkeyPatc
         go_on.wait(30)
         return {}, ()
 
-    service = Service(address, {"wait": wait}, SECRET)
+    service = Service(address, lambda header: wait, SECRET)
     peer = Peer("ps 0", address, SECRET)
     try:
         waits = [peer.begin("wait") for _ in range(2)]
@@ -321,7 +324,7 @@ def test_a_service_runs_a_limited_number_of_calls(monkeypatch: pytest.MonkeyPatc
 
 def test_a_port_that_is_taken(service: tuple[Service, str]) -> None:
     with pytest.raises(ClusterConfigError, match=f"(?s)Cannot listen on port.*{service[1]}.*another port"):
-        Service(service[1], HANDLERS, SECRET)
+        Service(service[1], handler_of, SECRET)
 
 
 @pytest.mark.parametrize("package", ["grpc", "cryptography.x509"])
@@ -330,7 +333,7 @@ def test_an_error_names_a_missing_package(package: str, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, package, None)
     for make in (
         lambda: Peer("ps 0", "localhost:1", SECRET),
-        lambda: Service("localhost:1", HANDLERS, SECRET),
+        lambda: Service("localhost:1", handler_of, SECRET),
     ):
         with pytest.raises(
             InvalidArgumentError, match=rf"(?s)Cannot import {package}, .*pip install '\.\[servers\]'"

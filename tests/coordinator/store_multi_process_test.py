@@ -160,7 +160,7 @@ def read_while_a_closure_ends() -> Any:
             return wait
 
     servers: Any = [Server()]
-    served = Served(store._engine, servers, "session", tells=True)
+    served = Served(store._engine, servers, tells=True)
     variable = keras.Variable(np.zeros(2, "float32"))
     served.add(Record(served, variable, Home(1, place((2,), "float32", None, 1)), variable.value))
     served.generation += 1

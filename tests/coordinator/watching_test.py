@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kdist.checkpoint import ending
+from kdist.checkpoint import end_of_training
 from kdist.coordinator.watching import Folder
 
 
@@ -80,14 +80,18 @@ def test_numbers_of_files(tmp_path, name, number):
 
 def test_the_sign_of_the_end(tmp_path):
     folder = str(tmp_path)
-    ending.end([folder, str(tmp_path / "not there")])
-    assert ending.has_ended(folder) and ending.is_of_now(folder)
-    assert os.listdir(folder) == [ending.SIGN]
-    os.utime(tmp_path / ending.SIGN, (10, 10))
-    assert ending.has_ended(folder) and not ending.is_of_now(folder), "an earlier training has left it"
-    ending.note_saved(folder)
-    assert not ending.has_ended(folder) and not ending.is_of_now(folder)
-    assert folder in ending.saved_since(0.0) and folder not in ending.saved_since(time.monotonic())
+    end_of_training.end([folder, str(tmp_path / "not there")])
+    assert end_of_training.has_ended(folder) and end_of_training.is_of_now(folder)
+    assert os.listdir(folder) == [end_of_training.SIGN]
+    os.utime(tmp_path / end_of_training.SIGN, (10, 10))
+    assert end_of_training.has_ended(folder) and not end_of_training.is_of_now(folder), (
+        "an earlier training has left it"
+    )
+    end_of_training.note_saved(folder)
+    assert not end_of_training.has_ended(folder) and not end_of_training.is_of_now(folder)
+    assert folder in end_of_training.saved_since(0.0) and folder not in end_of_training.saved_since(
+        time.monotonic()
+    )
 
 
 @pytest.mark.kills("clock_of_the_file_system_ignored")
@@ -95,14 +99,14 @@ def test_the_sign_of_the_end(tmp_path):
 def test_the_sign_of_the_end_counts_by_the_clock_of_the_file_system(tmp_path, monkeypatch, ahead):
     folder, real = str(tmp_path), time.time
     monkeypatch.setattr(time, "time", lambda: real() - ahead)  # the file system is ahead of this process
-    ending._process_began_at.cache_clear()
+    end_of_training._process_began_at.cache_clear()
     try:
-        with ending.watched(folder):
-            ending.end([folder])
-            assert ending.is_of_now(folder)
-            began = ending._process_began_at() + ahead
-            os.utime(tmp_path / ending.SIGN, (began - 60, began - 60))
-            assert not ending.is_of_now(folder), "an earlier training has left it"
+        with end_of_training.watched(folder):
+            end_of_training.end([folder])
+            assert end_of_training.is_of_now(folder)
+            began = end_of_training._process_began_at() + ahead
+            os.utime(tmp_path / end_of_training.SIGN, (began - 60, began - 60))
+            assert not end_of_training.is_of_now(folder), "an earlier training has left it"
     finally:
         monkeypatch.undo()
-        ending._process_began_at.cache_clear()
+        end_of_training._process_began_at.cache_clear()

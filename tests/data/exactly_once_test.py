@@ -98,7 +98,7 @@ def in_worker_check_travelling():
     import numpy as np
     from hypothesis.extra import numpy as hnp
 
-    from kdist.arrays.gathering import decode, encode
+    from kdist.arrays.row_exchange import decode, encode
 
     arrays = hnp.arrays(
         st.sampled_from(["float32", "int64", "uint8", "bool", "complex64", "<U3", "S4"]),

@@ -242,7 +242,7 @@ def _calls() -> list[Target]:
 
 
 def _messages() -> list[Target]:
-    from kdist.arrays.gathering import decode, encode
+    from kdist.arrays.row_exchange import decode, encode
 
     batches = [
         encode({"x": np.arange(6, dtype="float32").reshape(2, 3), "y": (np.zeros((0, 2), "int64"), None, 3)}),

@@ -144,7 +144,7 @@ def in_worker_kept_values(num_replicas):
     """Keeps variables' values while JAX reuses the buffers; returns each value with its step."""
     import keras
 
-    s = strategy(num_replicas)
+    s = kdist.OneDeviceStrategy("cpu:0") if num_replicas == 1 else strategy(num_replicas)
     with s.scope():
         v = keras.Variable(np.arange(4, dtype="float32"), trainable=False)
         target = keras.Variable(np.zeros(4, "float32"), trainable=False)
@@ -171,6 +171,11 @@ def test_values_that_were_taken_stay_what_they_were(backend, num_workers, num_re
         assert len(kept) == 16
         for value, step in kept:
             np.testing.assert_array_equal(value, np.arange(4) + step)
+
+
+@pytest.mark.kills("jax_value_of_one_device_reused")
+def test_values_that_were_taken_from_one_device_stay_what_they_were():
+    test_values_that_were_taken_stay_what_they_were("jax", 1, 1)
 
 
 # Layers -----------------------------------------------------------------------------------------------------

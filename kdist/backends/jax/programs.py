@@ -31,12 +31,13 @@ from kdist.errors import InvalidArgumentError
 from kdist.values import DistributedValues
 
 if TYPE_CHECKING:
-    from typing import TypeGuard
+    from typing import TypeAlias, TypeGuard
 
     from kdist.arrays.types import Structure, T
     from kdist.backends.jax.scopes import Held
 
-_NOTHING: tuple[Any, Any] = (None, None)
+    _Pair: TypeAlias = tuple[jax.Array, Held]
+
 _FEW = 100  # the most items of a container that is compared by value
 _all_placed: weakref.WeakSet[Placed] = weakref.WeakSet()
 
@@ -58,7 +59,7 @@ class Placed:
     def __init__(self, runtime: JaxCore) -> None:
         self._runtime = runtime
         # The last native value of each variable, and its value on all devices.
-        self._known: VariableTable[tuple[jax.Array, Held]] = VariableTable()
+        self._known: VariableTable[_Pair] = VariableTable()
         self._holders = 0
         _all_placed.add(self)
 
@@ -74,26 +75,49 @@ class Placed:
             if is_divided(variable):
                 found[i] = _own_array(variable, donated)
                 continue
-            shown, placed = self._known.get(variable) or _NOTHING
-            known = shown is not None and keras_hooks.native_value(variable) is shown
-            if not known or (donated and sys.getrefcount(shown) > self._holders):
+            pair = self._known.get(variable)
+            if pair is not None and keras_hooks.native_value(variable) is not pair[0]:
+                pair = None
+            if pair is None or (donated and self._is_held(pair)):
                 missing.append(i)
                 if has_components(self._runtime, variable):
-                    components[i] = placed[0] if known else place_shares(self._runtime, variable)
+                    components[i] = place_shares(self._runtime, variable) if pair is None else pair[1][0]
             else:
-                found[i] = placed
+                found[i] = pair[1]
         if missing:
             values = self._runtime.place_state(
                 [_strong(keras_hooks.native_value(variables[i])) for i in missing]
             )
             for i, placed in zip(missing, values, strict=True):
-                found[i] = self._show(variables[i], (components[i], placed) if i in components else placed)
+                found[i] = (components[i], placed) if i in components else placed
+            self.write([variables[i] for i in missing], [found[i] for i in missing])
         return found
 
     def write(self, variables: Sequence[keras.Variable], values: Sequence[Held]) -> None:
         """Sets the variables to new values."""
-        for variable, placed in zip(variables, values, strict=True):
-            self._show(variable, placed)
+        for pair in self._set(variables, values)[:1]:
+            self._holders = sys.getrefcount(pair[0])
+
+    def _set(self, variables: Sequence[keras.Variable], values: Sequence[Held]) -> list[_Pair]:
+        """Sets the variables; returns their new pairs, except pairs of an array and itself."""
+        wholes = [value[1] if isinstance(value, tuple) else value for value in values]
+        shown = self._runtime.show_variables(variables, wholes)
+        found = []
+        for variable, value, placed in zip(variables, shown, values, strict=True):
+            keras_hooks.set_native_value(variable, value)
+            if is_divided(variable):
+                continue  # the variable holds it
+            # With a central device, only components stay on the devices; other values are used in this call.
+            if not self._runtime.topology.is_central or isinstance(placed, tuple):
+                self._known[variable] = pair = (value, placed)
+                if value is not placed:
+                    found.append(pair)
+        return found
+
+    def _is_held(self, pair: _Pair) -> bool:
+        """Returns whether a variable's value has references other than the variable and `_known`."""
+        is_one = pair[0] is pair[1]  # with one device, where a program's result is also the value
+        return sys.getrefcount(pair[0]) > (_own_holders() + 1 if is_one else self._holders)
 
     def forget(self, variable: keras.Variable) -> None:
         """Makes the next program use the variable's own value."""
@@ -109,19 +133,7 @@ class Placed:
     ) -> None:
         """Stores the local replicas' components of an on-read variable, and sets it to their aggregate."""
         (whole,) = self._runtime.place_state([total])
-        self._show(variable, (place_components(self._runtime, parts), whole))
-
-    def _show(self, variable: keras.Variable, placed: Held) -> Held:
-        is_pair = isinstance(placed, tuple)
-        (shown,) = self._runtime.show_variables([variable], [placed[1] if is_pair else placed])
-        keras_hooks.set_native_value(variable, shown)
-        if is_divided(variable):
-            return placed  # the variable holds it
-        if self._runtime.topology.is_central and not is_pair:
-            return placed  # used in this call; only components stay on the devices
-        self._known[variable] = (shown, placed)
-        self._holders = sys.getrefcount(shown)  # variable, this object and a local name, as in `read`
-        return placed
+        self.write([variable], [(place_components(self._runtime, parts), whole)])
 
 
 def _strong(value: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from kdist import keras_hooks
-from kdist.arrays.gathering import gather_rows
+from kdist.arrays.row_exchange import gather_rows
 from kdist.backends.contract import StepFunction
 from kdist.backends.jax.core import JaxCore
 from kdist.backends.jax.functions import JaxFunctions, leave_function

@@ -18,7 +18,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from kdist import keras_hooks, tracing
-from kdist.arrays.gathering import gather_rows
+from kdist.arrays.row_exchange import gather_rows
 from kdist.arrays.splitting import have_all_rows
 from kdist.backends.contract import ReplicaBatches
 from kdist.backends.jax import moments

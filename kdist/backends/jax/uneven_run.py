@@ -18,7 +18,7 @@ import keras
 import numpy as np
 
 from kdist import keras_hooks
-from kdist.arrays.gathering import decode, encode, gather_rows
+from kdist.arrays.row_exchange import decode, encode, gather_rows
 from kdist.arrays.structures import joined
 from kdist.backends.jax.collectives import next_turn
 from kdist.backends.jax.components import has_components

@@ -22,9 +22,9 @@ import jax
 
 from kdist import handlers
 from kdist.cluster import Cluster, logs, timeouts
-from kdist.control import lost_workers, stalls
+from kdist.control import loss_reasons, stalls
 from kdist.control.channel import Channel
-from kdist.control.lost_workers import Loss
+from kdist.control.loss_reasons import Loss
 
 # Shares of the heartbeat timeout: the time for the main thread to raise an error after the loss of a worker,
 # before the process is terminated; and the time to wait for a worker that has ended normally, whose last
@@ -112,7 +112,7 @@ class Watch:
 
     def _causes(self) -> dict[int, str]:
         lost = self._channel.lost
-        return lost_workers.first_cause({index: loss for index, loss in lost.items() if loss.is_cause})
+        return loss_reasons.first_cause({index: loss for index, loss in lost.items() if loss.is_cause})
 
     def _note(self, index: int, loss: Loss) -> None:
         if index == 0 and loss.is_cause and not self._leaving:
@@ -128,13 +128,13 @@ class Watch:
             now = time.monotonic()
             for index, loss in self._channel.lost.items():
                 noted = since.setdefault(index, now)
-                if loss.kind == lost_workers.STOPPED:
+                if loss.kind == loss_reasons.STOPPED:
                     is_late = now - noted > _STOPPED_GRACE
                 elif loss.is_cause:
                     is_late = now - noted > max(_LEAST_GRACE, self._timeout * _GRACE)
                 else:  # the worker that a `LOST_ANOTHER` lost is detected soon
                     waits = now - max(noted, self._entered)
-                    is_late = loss.kind == lost_workers.ENDED and waits > self._timeout * _UNANSWERED
+                    is_late = loss.kind == loss_reasons.ENDED and waits > self._timeout * _UNANSWERED
                 if is_late and self._working:
                     self._end()
             time.sleep(0.2)
@@ -146,7 +146,7 @@ class Watch:
             stalls.print_stack()
             sys.stdout.flush()
             self._channel.leave(
-                Loss(lost_workers.LOST_ANOTHER, lost_workers.REASONS[lost_workers.LOST_ANOTHER])
+                Loss(loss_reasons.LOST_ANOTHER, loss_reasons.REASONS[loss_reasons.LOST_ANOTHER])
             )
         os._exit(1)
 
@@ -164,7 +164,7 @@ class Watch:
 
     def _on_abort(self, number: int) -> None:
         if self._leaving and 0 not in self._causes():  # the chief left first, and no worker is lost
-            os._exit(0 if lost_workers.of_this_process().kind == lost_workers.ENDED else 1)
+            os._exit(0 if loss_reasons.of_this_process().kind == loss_reasons.ENDED else 1)
         deadline = time.monotonic() + _CLOSING
         while not self._cluster.is_chief and 0 not in self._channel.lost and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -195,7 +195,7 @@ class Watch:
         else:
             self._channel.leave()
             if self._cluster.is_chief:
-                has_failed = lost_workers.of_this_process().kind != lost_workers.ENDED
+                has_failed = loss_reasons.of_this_process().kind != loss_reasons.ENDED
                 self._wait_for_others(_FAREWELL if has_failed else None)
                 time.sleep(0.3)  # the others disconnect next
             with contextlib.suppress(jax.errors.JaxRuntimeError):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
-from kdist.arrays.gathering import gather_rows
+from kdist.arrays.row_exchange import gather_rows
 from kdist.backends.contract import Runtime
 from kdist.backends.tensorflow.components import Components
 from kdist.backends.tensorflow.workers import Workers

@@ -20,7 +20,7 @@ from kdist.cluster import Cluster, choose_nccl_interface
 from kdist.communication.options import CommunicationImplementation, CommunicationOptions
 from kdist.control.channel import Channel
 from kdist.control.joining import OpenChannel, join_once
-from kdist.control.lost_workers import DIED, REASONS, Loss
+from kdist.control.loss_reasons import DIED, REASONS, Loss
 from kdist.errors import DeviceError, KdistError
 
 if TYPE_CHECKING:

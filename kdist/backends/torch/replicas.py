@@ -18,6 +18,7 @@ from kdist.backends import debugging
 from kdist.backends.aggregation import ReplicaScope
 from kdist.backends.replica import Replica, RowShare
 from kdist.backends.threads import Baton
+from kdist.backends.torch import moments
 from kdist.backends.torch.copies import VariableCopies
 from kdist.backends.torch.divided import Divided, DTensor, OnParts
 from kdist.backends.torch.recording import Recording, exchange
@@ -109,12 +110,7 @@ class TorchReplica(Replica):
         return _SumWithGradient.apply(tensor, self)
 
     def moments(self, x: torch.Tensor, axes: Sequence[int], keepdims: bool = False) -> tuple[Any, Any]:
-        """Returns the mean and variance over the rows of all replicas, with one collective per direction.
-
-        Each replica receives the mean and variance of all replicas. It combines them, weighted by rows, with
-        the formula of Chan, Golub and LeVeque, which keeps its precision if the mean is large:
-        http://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf
-        """
+        """Returns the mean and variance over the rows of all replicas, with one collective per direction."""
         x = keras.ops.convert_to_tensor(x)
         if self.num_replicas_in_sync == 1:
             return keras.ops.moments(x, axes, keepdims)
@@ -122,19 +118,11 @@ class TorchReplica(Replica):
         if not self.is_model_step or self.num_replicas_in_sync > _FEW_REPLICAS:
             return super().moments(x, axes, keepdims)
         axes = [axis % x.ndim for axis in axes]
-        precise = x.to(torch.promote_types(x.dtype, torch.float32))
-        variance, mean = torch.var_mean(precise, dim=axes, correction=0, keepdim=True)
-        mine = torch.stack([mean, variance])
-        slots = [torch.zeros_like(mine)] * len(self._shares)
-        slots[self.replica_id_in_sync_group] = mine
-        means, variances = self.all_reduce_with_gradient(torch.stack(slots, dim=1))
         shares = tuple(rows.share for rows in self._shares)
-        weights = _constants(shares, precise.dtype, x.device).reshape(-1, *[1] * x.ndim)
-        mean = (weights * means).sum(0)
-        variance = (weights * (variances + (means - mean) ** 2)).sum(0)
-        if not keepdims:
-            mean, variance = mean.squeeze(axes), variance.squeeze(axes)
-        return mean.to(x.dtype), variance.to(x.dtype)
+        mean, variance = moments.combined(
+            x, axes, self.replica_id_in_sync_group, shares, self.all_reduce_with_gradient
+        )
+        return (mean, variance) if keepdims else (mean.squeeze(axes), variance.squeeze(axes))
 
     def sum_gradients(
         self, gradients: Sequence[torch.Tensor], variables: Sequence[keras.Variable]
@@ -218,12 +206,6 @@ class TorchReplica(Replica):
                     total += other.to(total.device)
             start, divisor = self._workers.start_all_reduce, self.compression_divisor
             return exchange(self.recording, start, totals, dtype, divisor)
-
-
-@functools.lru_cache(64)
-def _constants(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns a cached tensor on a device. Do not write to it."""
-    return torch.tensor(values, dtype=dtype, device=device)
 
 
 class _SumWithGradient(torch.autograd.Function):

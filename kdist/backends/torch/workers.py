@@ -24,7 +24,7 @@ from kdist.communication.shared_memory import Sum
 from kdist.control import whereabouts
 from kdist.control.channel import Channel
 from kdist.control.joining import OpenChannel, join_once
-from kdist.control.lost_workers import Loss
+from kdist.control.loss_reasons import Loss
 from kdist.errors import KdistError, StrategyScopeError, WorkerTimeoutError
 
 _ENGINE = workers.folders_of_engine()

@@ -22,7 +22,7 @@ PLAYED = """
     import kdist
     from kdist.control import stalls
     from kdist.backends.torch import workers
-    from kdist.control.lost_workers import DIED, Loss
+    from kdist.control.loss_reasons import DIED, Loss
     from tests.backends.torch.abort_multi_process_test import AFTER, build, data
 
     workers.JoinedWorkers._is_queued = lambda self, tensor: True

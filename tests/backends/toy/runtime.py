@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from kdist import keras_hooks
-from kdist.arrays.gathering import decode, encode, gather_rows
+from kdist.arrays.row_exchange import decode, encode, gather_rows
 from kdist.arrays.rows import map_leaves, to_dense
 from kdist.backends.aggregation import ReplicaScope, share_of
 from kdist.backends.contract import ReplicaBatches, Runtime, StepFunction

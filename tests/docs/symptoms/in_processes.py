@@ -98,7 +98,7 @@ def further_ports_that_are_closed(folder: Path, backend: str) -> str:
 
 
 def another_token(folder: Path, backend: str) -> str:
-    service = Service(address := local_addresses(1)[0], {}, "one")
+    service = Service(address := local_addresses(1)[0], {}.get, "one")
     peer = Peer(f"worker 0 ({address})", address, "another")
     try:
         return error_of(lambda: peer.call("compute"))
