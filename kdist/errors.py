@@ -100,6 +100,9 @@ class WorkerLostError(KdistError, RuntimeError):
 class WorkerFailedError(KdistError, RuntimeError):
     """Another worker raised an error where all workers synchronize."""
 
+    others_answer = True
+    """Whether the other workers are in the same method, so that this worker can send them a message."""
+
 
 class LaunchError(KdistError, RuntimeError):
     """A worker process that kdist started failed."""

@@ -192,6 +192,13 @@ def in_worker_one_sided(folder):
     for failure in (errors.CheckpointError("a rule"), OSError("disk full")):
         with pytest.raises(type(failure) if rank() == 1 else errors.WorkerFailedError) as caught:
             fit(keras.callbacks.LambdaCallback(on_epoch_end=fail))
+
+    class Evaluates(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.evaluate(x, y, verbose=0)  # the chief waits here for worker 1, which has failed
+
+    with pytest.raises(OSError if rank() == 1 else errors.WorkerFailedError, match="disk full"):
+        fit(keras.callbacks.LambdaCallback(on_epoch_end=fail), Evaluates())
     if rank() == 0:
         model.load_weights(f"{folder}/0-1-3.keras")  # only on the chief
         loaded = state_of(model)
@@ -200,6 +207,7 @@ def in_worker_one_sided(folder):
     return state_of(model), str(caught.value), seconds
 
 
+@pytest.mark.kills("failure_before_another_method_hidden")
 @each_backend
 def test_callbacks_of_one_worker_and_errors_in_them_hang_nobody(backend, tmp_path):
     chief, other = run(backend, 2, in_worker_one_sided, str(tmp_path))

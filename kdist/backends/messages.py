@@ -16,6 +16,7 @@ from kdist.cluster import logs
 from kdist.errors import (
     DatasetError,
     KdistError,
+    WorkerFailedError,
     WorkerLostError,
     WorkerMismatchError,
     WorkerTimeoutError,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     import keras
 
     from kdist.arrays.types import T
+
 
 _NOBODY_ANSWERS = (WorkerLostError, WorkerTimeoutError)
 
@@ -65,7 +67,14 @@ def exchange(
 
 
 def _check_subjects(everyone: Sequence[Any]) -> None:
-    said = [message if isinstance(message, dict) and "subject" in message else {} for message in everyone]
+    said = [_with_subject(message) for message in everyone]
+    # First, because a worker that fails leaves its method, while the others continue.
+    for index, theirs in enumerate(said):
+        if theirs.get("error") is not None:
+            hint = f"Read the traceback of worker {index}."
+            failure = WorkerFailedError(f"Worker {index} failed: {theirs['error']}", hint=hint)
+            failure.others_answer = False
+            raise failure
     for index, theirs in enumerate(said[1:], start=1):
         if theirs.get("subject") != said[0].get("subject"):
             both = [
@@ -81,6 +90,10 @@ def _check_subjects(everyone: Sequence[Any]) -> None:
                 "every worker, in the same order, and not only on the chief (`if strategy.cluster_resolver.task_id == "
                 "0:`). Also read sharded variables on every worker.",
             )
+
+
+def _with_subject(message: Any) -> dict[str, Any]:
+    return message if isinstance(message, dict) and "subject" in message else {}
 
 
 def check_equal(
@@ -206,24 +219,25 @@ def call_on_all(
     except Exception as raised:
         # After the loss of a worker, messages are impossible. Do not call `explain_failure` here: it mistakes
         # an error of the user's code, such as a refused connection to a database, for the loss of a worker.
-        if runtime is not None and (isinstance(raised, _NOBODY_ANSWERS) or runtime.group.lost()):
+        is_over = isinstance(raised, _NOBODY_ANSWERS) or not getattr(raised, "others_answer", True)
+        if runtime is not None and (is_over or runtime.group.lost()):
             raise
         error = raised
     text = None
     if error is not None:
         text = str(error) if isinstance(error, KdistError) else f"{type(error).__name__}: {error}"
-    said = {"error": text, "note": None if error else note()}
+    said: Any = {"subject": subject, "site": call_site(), "error": text, "note": None if error else note()}
     try:
-        everyone = [said] if runtime is None else exchange(runtime, subject, said)
+        everyone = [said] if runtime is None else [*map(_with_subject, gather(runtime, said))]
     except Exception:
-        if error is not None:
-            raise error from None
-        raise
-    if error is not None:
+        if error is None:
+            raise
+    if error is not None:  # outside of the handler, whose exception would become its context
         raise error
     for index, theirs in enumerate(everyone):
-        if theirs["error"] is not None:
+        if theirs.get("subject") == subject and theirs["error"] is not None:
             raise failed(index, theirs["error"])
+    _check_subjects(everyone)
     return result, [theirs["note"] for theirs in everyone]
 
 

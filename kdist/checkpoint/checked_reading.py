@@ -155,9 +155,12 @@ def verify(path: str | os.PathLike[str]) -> Index:
     path = storage.plain(path)
     with (
         _offering_another(path),
+        contextlib.ExitStack() as kept,
         progress(f"checking {path}", index.num_bytes) as add,
     ):
         shards = _shards(path, index)
+        for shard in shards[:_MOST_OPEN]:
+            kept.enter_context(shard.kept_open())
         for shard in shards:
             shard.check_header()
         for tensor in index.tensors:

@@ -86,11 +86,11 @@ def prepare(runtime: Runtime | None, wish: Wish) -> tuple[Folder, str, int | Non
         problem = str(error)
     except OSError as error:
         problem = f"{type(error).__name__}: {error}"
-    everyone = gather_from(
-        runtime, {"token": token, "problem": problem, "facts": wish.facts, "number": number}
-    )
     folder = Folder(mine, "", [index], 0, token, lock, runtime.group.lost if runtime else frozenset)
     try:
+        everyone = gather_from(
+            runtime, {"token": token, "problem": problem, "facts": wish.facts, "number": number}
+        )
         _check(everyone, wish.directory)
         # Each worker's own disk may contain other checkpoints.
         number = None if number is None else max(other["number"] for other in everyone)

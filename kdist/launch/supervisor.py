@@ -39,7 +39,7 @@ _PAUSE = 0.5  # seconds before the restart of a task, because the whole job may 
 _LAST_WORDS = 5.0  # seconds for the chief to exit after the loss of a server
 # The interval, as a share of the heartbeat timeout, at which the launcher looks for stopped workers.
 _LOOK = 0.05
-_LOOKS = 3  # a worker that is stopped so often in a row is killed
+_LOOKS = 4  # a worker that is stopped so often in a row is killed
 _FOREVER = float("inf")
 
 
@@ -144,7 +144,7 @@ class Supervisor:
         """Handles timeouts and failures that are due."""
         now = time.monotonic()
         if now >= self._look_at:
-            self._look_at = now + _LOOK * timeouts.heartbeat_timeout()
+            self._look_at = now + _LOOK * timeouts.heartbeat_timeout(self.workers[0].plan.environ)
             for worker in self.workers:
                 worker.kill_if_stopped(_LOOKS)
         if now >= self._deadline:

@@ -62,8 +62,10 @@ def fit(
     """Trains the model for a number of epochs. Arguments and result are the same as for `keras.Model.fit`."""
     session = session_of(strategy, model)
     keras_hooks.require_compiled(model, "fit")
-    for name, value in {"epochs": epochs, "initial_epoch": initial_epoch}.items():
+    epochs, initial_epoch = (
         check_whole(name, value, f"Pass a number of epochs, for example {name}=2.", least=0)
+        for name, value in {"epochs": epochs, "initial_epoch": initial_epoch}.items()
+    )
     epochs = min(epochs, keras.config.max_epochs() or epochs)
     whereabouts.enter("the beginning of fit", 0)
     if validation_split and validation_data is None:
@@ -279,7 +281,8 @@ def _predict(session: Session, batches: GlobalBatches, callbacks: keras.callback
                 outputs = function(data)
             on_device.append(outputs)
             if len(on_device) == 2 * _COPIED_TOGETHER:
-                parts.append(join(on_device[:_COPIED_TOGETHER]))
+                # Not as one array: on TensorFlow, batches can be ragged, and dense parts do not fit before them.
+                parts += [join([outputs]) for outputs in on_device[:_COPIED_TOGETHER]]
                 del on_device[:_COPIED_TOGETHER]
             callbacks.on_predict_batch_end(end, {"outputs": outputs})
             if model.stop_predicting:

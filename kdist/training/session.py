@@ -187,9 +187,10 @@ class Session:
                 keras_hooks.build(self.model, get_backend().steps_build, data_batch=data_batch)
         variables = keras_hooks.all_variables(self.model)
         if len(variables) != self._num_shared:
-            self._share(variables)
-            self._check_layouts(variables)
+            # First, because variables that are shared are not checked again.
             self._check_states()
+            self._check_layouts(variables)
+            self._share(variables)
 
     def _check_layouts(self, variables: list[keras.Variable]) -> None:
         sharded = self.runtime.topology.sharded

@@ -63,13 +63,13 @@ def test_preprocessing_layers_in_a_pipeline(backend):
     assert_close(run(backend, NUM_WORKERS, in_worker_fit_words, True), [expected] * NUM_WORKERS)
 
 
-def for_sparse_rows(under_strategy):
+def for_sparse_rows(under_strategy, other=None):
     """Returns a model, and its inputs and targets; most inputs are zero."""
     import keras
 
     dense = np.eye(6, 5, dtype="float32") * np.arange(1, 7, dtype="float32")[:, None]
     keras.utils.set_random_seed(0)
-    with scope(under_strategy):
+    with scope(under_strategy) if other is None else other.scope():
         inputs = keras.Input((5,), sparse=keras.backend.backend() != "torch")
         model = keras.Sequential([inputs, keras.layers.Dense(1)])
         model.compile("sgd", "mse")
@@ -120,6 +120,27 @@ def test_sparse_matrices_of_scipy(backend):
         assert_close(
             run(backend, NUM_WORKERS, in_worker_fit_scipy, True, distribute), [expected] * NUM_WORKERS
         )
+
+
+def in_worker_sparse_on_the_second_device():
+    import scipy.sparse
+
+    import kdist
+
+    found = []
+    for s in (kdist.FullyShardedStrategy(["cpu:1"], min_size=1), kdist.OneDeviceStrategy("cpu:1")):
+        model, dense, y = for_sparse_rows(True, s)
+        x = scipy.sparse.coo_matrix(dense).tocsr()
+        history = model.fit(x, y, batch_size=4, shuffle=False, verbose=0).history
+        found.append({**history, "weights": flat(model)})
+    return found
+
+
+@pytest.mark.kills("jax_sparse_batch_not_moved")
+def test_sparse_matrices_on_the_second_device():
+    expected = run_plain("jax", in_worker_fit_scipy, False, False)
+    del expected["predict"]
+    assert_close(run("jax", 1, in_worker_sparse_on_the_second_device)[0], [expected] * 2)
 
 
 def in_worker_read_native_kinds():

@@ -216,18 +216,18 @@ def test_two_hosts_on_one_machine(run, tmp_path):
     assert len({line.partition(f" {first} ")[2] for line in lines}) == 1
 
 
-@pytest.mark.kills("stopped_worker_of_several_machines_lives")
+@pytest.mark.kills("stopped_worker_of_several_machines_lives", "launcher_kills_after_its_own_timeout")
 def test_a_stopped_worker_is_killed_if_the_job_has_other_machines(run, tmp_path):
     hosts = "127.0.0.1:1,127.0.0.2:1"
     script = """
         import signal, subprocess
         if "{how}" == "briefly":
-            subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -CONT {os.getpid()}"])
+            subprocess.Popen(["sh", "-c", f"sleep 3.5; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
         say("continued")
     """
     arguments = ("-n", "1", "--hosts", hosts, "--host-index", "0", "--heartbeat-timeout")
-    job = run(script.replace("{how}", "briefly"), *arguments, "10")
+    job = run(script.replace("{how}", "briefly"), *arguments, "60")
     assert job.wait() == 0 and "continued" in job.stdout(), job.stderr()
     job = run(script, *arguments, "2")
     assert job.wait(timeout=20) == 137

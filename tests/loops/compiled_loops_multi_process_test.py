@@ -196,6 +196,59 @@ def test_every_form_of_the_loop_in_a_tf_function(backend, num_workers, num_repli
     check_forms(backend, num_workers, num_replicas, ["tf.data"], ["tf.function"])
 
 
+def in_worker_nested(num_replicas):
+    """Calls compiled functions in compiled functions: with options, and with a loop over a dataset."""
+    import tensorflow as tf
+
+    s = strategy(num_replicas)
+
+    @kdist.function(autograph=True)
+    def doubled(x):
+        if tf.reduce_sum(x) > 0:  # AutoGraph compiles the branch
+            return x * 2
+        return x * 3
+
+    def new_epoch():
+        @kdist.function
+        def epoch(dataset):
+            total = 0.0
+            for batch in dataset:
+                total += s.reduce("SUM", s.run(tf.reduce_sum, (batch,)), axis=None)
+            return total
+
+        return epoch
+
+    epochs = [new_epoch() for _ in range(3)]
+
+    @kdist.function(autograph=True)
+    def twice(dataset):
+        total = 0.0
+        for _ in tf.range(2):
+            total += epochs[2](dataset)
+        return total
+
+    rows = tf.data.Dataset.from_tensor_slices(np.arange(8, dtype="float32")).batch(2)
+    dataset = s.experimental_distribute_dataset(rows)
+    found = [float(doubled(tf.constant(sign))) for sign in (1.0, -1.0)]
+    for function in (kdist.function, tf.function):
+        outer = function(lambda x: doubled(x) + 1)
+        found += [float(outer(tf.constant(sign))) for sign in (1.0, -1.0)]
+    mapped = tf.data.Dataset.from_tensor_slices(np.array([1, -1], "float32")).map(doubled)
+    found += [float(x) for x in mapped]
+    found += [
+        float(kdist.function(lambda d: epochs[0](d))(dataset)),
+        float(tf.function(lambda d: epochs[1](d))(dataset)),
+    ]
+    return [*found, float(twice(dataset))]
+
+
+@pytest.mark.kills("nested_function_loses_its_options")
+@each_cluster_of("tensorflow")
+def test_compiled_functions_in_compiled_functions(backend, num_workers, num_replicas):
+    for found in on_workers(backend, num_workers, num_replicas, in_worker_nested):
+        assert found == [2, -3, 3, -2, 3, -2, 2, -3, 28, 28, 56]
+
+
 def check_forms(backend, num_workers, num_replicas, kinds, functions):
     w, losses = by_hand(2 * STEPS)
     first, second = losses[:STEPS], losses[STEPS:]

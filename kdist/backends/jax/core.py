@@ -231,7 +231,8 @@ class JaxCore(Runtime):
                 return None
             if isinstance(leaves[0], sparse.BCOO):  # its index arrays have no rows to split
                 if is_whole:
-                    return self._replicate(leaves[0])
+                    # `place` leaves sparse arrays on JAX's default device.
+                    return self._replicate(jax.device_put(leaves[0], self.local_devices[0]))
                 raise DatasetError(
                     "Cannot use a sparse array as the batch of one replica: JAX cannot join sparse arrays.",
                     received={"shape": tuple(leaves[0].shape)},

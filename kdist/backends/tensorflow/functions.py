@@ -143,17 +143,20 @@ def function(fn: Callable[..., _Result], **options: object) -> Callable[..., _Re
     def compile(autograph: bool) -> tf.types.experimental.PolymorphicFunction:
         return tf.function(fn, **{"reduce_retracing": True, "autograph": autograph, **options})
 
-    compiled = compile(autograph=False)
+    compiled, loops = compile(autograph=False), False
 
     @functools.wraps(fn)
     @tf.autograph.experimental.do_not_convert
     def wrapper(*args: object, **kwargs: object) -> _Result:
         if current_replica() is not None:
             return fn(*args, **kwargs)
-        if not tf.executing_eagerly() and not options.get("jit_compile"):
+        nonlocal compiled, loops
+        if not options and not loops and _is_in_branch():
             # Part of the function that is being traced: a separate graph could not write variables in a loop.
-            return converted(fn)(*args, **kwargs)
-        nonlocal compiled
+            try:
+                return converted(fn)(*args, **kwargs)
+            except iteration.LoopInGraphError:
+                compiled, loops = compile(autograph=True), True
         # Collectives run in this call, and not in the Python code that requested them during tracing.
         joined = joined_strategy()
         with (
@@ -163,12 +166,25 @@ def function(fn: Callable[..., _Result], **options: object) -> Callable[..., _Re
             try:
                 return compiled(*args, **kwargs)
             except iteration.LoopInGraphError:
-                compiled = compile(autograph=True)
+                compiled, loops = compile(autograph=True), True
             return compiled(*args, **kwargs)
 
     wrapper.python_function = fn  # type: ignore[attr-defined]
     setattr(wrapper, _LIFTED, weakref.WeakKeyDictionary())
     return wrapper
+
+
+def _is_in_branch() -> bool:
+    """Returns whether the body of a loop, or a branch, is being traced."""
+    # TensorFlow has no public names for these graphs.
+    from tensorflow.python.ops.control_flow_v2_func_graphs import CondBranchFuncGraph, WhileBodyFuncGraph
+
+    graph = tf.compat.v1.get_default_graph()
+    while isinstance(graph, tf.__internal__.FuncGraph):
+        if isinstance(graph, (CondBranchFuncGraph, WhileBodyFuncGraph)):
+            return True
+        graph = graph.outer_graph
+    return False
 
 
 def value_and_grad(

@@ -1,9 +1,12 @@
-"""`checkpoint.restore(kdist.latest_checkpoint(folder))` also works when there is no checkpoint yet."""
+"""Restores without a checkpoint, saves that fail on one worker, and wrong arguments."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import kdist
@@ -55,6 +58,53 @@ def in_worker_one_has_none(folder: str) -> str:
 def test_one_worker_that_finds_no_checkpoint_is_named(tmp_path: Path) -> None:
     for said in run("torch", 2, in_worker_one_has_none, str(tmp_path)):
         assert "worker_0='a path', worker_1=None" in said
+
+
+def in_worker_failed_save(folder: str) -> list[str]:
+    """Saves on worker 0 only, then on all workers; returns the names in the directory."""
+    import keras
+
+    from tests.helpers.processes import strategy
+
+    with strategy().scope():
+        checkpoint = kdist.Checkpoint(variable=keras.Variable(1.0))
+    with pytest.raises(kdist.errors.WorkerMismatchError, match="called different methods"):
+        if strategy().runtime.worker_index == 0:
+            checkpoint.save(folder)
+        else:
+            kdist.barrier("another method")
+    checkpoint.save(folder, asynchronous=False)
+    return sorted(os.listdir(folder))
+
+
+@pytest.mark.kills("failed_save_leaves_its_files")
+def test_a_save_that_other_workers_do_not_call_leaves_nothing(tmp_path: Path) -> None:
+    assert run("torch", 2, in_worker_failed_save, str(tmp_path)) == [["ckpt-1"]] * 2
+
+
+def in_worker_verify(folder: str) -> int:
+    """Verifies a checkpoint while a new one replaces it; returns the number of its arrays."""
+    from kdist.checkpoint import checked_reading
+
+    def save(start: float) -> None:
+        arrays = {f"w{i}": np.full(100_000, start + i) for i in range(20)}
+        kdist.Checkpoint(random=False, **arrays).write(folder, asynchronous=False)
+
+    save(1.0)
+    read = checked_reading._Shard.read
+
+    def read_after_a_save(*args: Any) -> Any:
+        checked_reading._Shard.read = read  # type: ignore[method-assign]
+        save(2.0)
+        return read(*args)
+
+    checked_reading._Shard.read = read_after_a_save  # type: ignore[method-assign]
+    return sum(tensor.name.startswith("w") for tensor in checked_reading.verify(folder).tensors)
+
+
+@pytest.mark.kills("verified_files_not_kept_open")
+def test_a_checkpoint_can_be_verified_while_another_one_replaces_it(tmp_path: Path) -> None:
+    assert run("torch", 1, in_worker_verify, str(tmp_path / "best")) == [20]
 
 
 def in_worker_wrong_arguments() -> list[str]:
