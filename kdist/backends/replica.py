@@ -172,8 +172,13 @@ class Replica(ReplicaContext):
         if weight is not None:
             tensors = [tensor * self.scalar(weight, tensor.dtype) for tensor in tensors]
         if dtype is None:
-            return packed(self.all_reduce_sum, tensors)
-        return packed(lambda flats: self._sum_compressed(flats, dtype), tensors)
+            return packed(self.all_reduce_sum, tensors, self.concatenate)
+        return packed(lambda flats: self._sum_compressed(flats, dtype), tensors, self.concatenate)
+
+    def concatenate(self, tensors: Sequence[TensorT]) -> TensorT:
+        """Concatenates flat tensors of one dtype."""
+        whole: TensorT = keras.ops.concatenate(list(tensors))
+        return whole
 
     def _sum_compressed(self, flats: Sequence[Any], compression: str) -> list[Any]:
         dtypes = [keras.backend.standardize_dtype(flat.dtype) for flat in flats]
@@ -347,7 +352,11 @@ def divide(total: TensorT, number: int | Tensor) -> TensorT:
     return keras.ops.floor_divide(total, keras.ops.cast(number, total.dtype))
 
 
-def packed(reduce: Callable[[Sequence[TensorT]], list[TensorT]], tensors: Sequence[TensorT]) -> list[TensorT]:
+def packed(
+    reduce: Callable[[Sequence[TensorT]], list[TensorT]],
+    tensors: Sequence[TensorT],
+    concatenate: Callable[[Sequence[TensorT]], TensorT],
+) -> list[TensorT]:
     """Applies an elementwise reduction to many tensors, concatenated to one flat tensor per dtype.
 
     Because each collective adds latency, small models only scale with one collective for all gradients.
@@ -359,7 +368,7 @@ def packed(reduce: Callable[[Sequence[TensorT]], list[TensorT]], tensors: Sequen
     flats = []
     for members in groups.values():
         parts = [ops.reshape(tensors[i], (-1,)) for i in members]
-        flats.append(parts[0] if len(parts) == 1 else ops.concatenate(parts))
+        flats.append(parts[0] if len(parts) == 1 else concatenate(parts))
     results: list[Any] = [None] * len(tensors)
     for flat, members in zip(reduce(flats), groups.values(), strict=True):
         start = 0

@@ -132,6 +132,7 @@ def check_guide(everyone):
         assert iterations == STEPS
 
 
+@pytest.mark.kills(jax_gradients_overwrite_each_other="[2-replicas-on-2-jax]")
 @each_cluster
 def test_the_guides_loop_gives_the_losses_of_one_device(backend, num_workers, num_replicas):
     check_guide(

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 from jax.extend.core import get_opaque_trace_state
 
-from kdist.backends.jax.collectives import Collectives
+from kdist.backends.jax.collectives import Collectives, concatenated
 from kdist.backends.replica import Replica, equal_shares
 from kdist.context import cross_replica
 from kdist.values import DistributedValues
@@ -43,6 +43,9 @@ class JaxReplica(Replica):
         """The device of this replica, or all local devices if one program runs on several."""
         names = self.strategy.runtime.devices
         return (names[self.local_index],) if isinstance(self.local_index, int) else tuple(names)
+
+    def concatenate(self, tensors: Sequence[Any]) -> Any:
+        return concatenated(tensors)
 
     def all_reduce_sum(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
         return self._collectives.sum(tensors)
