@@ -89,12 +89,12 @@ def _pack_and_unpack():
         np.arange(4, dtype="int32").reshape(2, 1, 2),
         np.ones((1, 2), dtype="float16"),
     ]
-    results = packed(double, [keras.ops.convert_to_tensor(a) for a in arrays])
+    results = packed(double, [keras.ops.convert_to_tensor(a) for a in arrays], keras.ops.concatenate)
     for before, after in zip(arrays, results, strict=True):
         after = keras.ops.convert_to_numpy(after)
         assert after.dtype == before.dtype and after.shape == before.shape
         np.testing.assert_array_equal(after, before * 2)
-    assert packed(double, []) == []
+    assert packed(double, [], keras.ops.concatenate) == []
     return calls
 
 

@@ -61,13 +61,20 @@ def exchange(
     runtime: Runtime, subject: str, message: Mapping[str, object], timeout: float | None = None
 ) -> list[Any]:
     """Gathers the messages of all workers. Raises an error on all workers if they are about different subjects."""
-    everyone = gather(runtime, {"subject": subject, "site": call_site(), **message}, timeout)
+    everyone = _gather_about(runtime, subject, message, timeout)
     _check_subjects(everyone)
     return everyone
 
 
-def _check_subjects(everyone: Sequence[Any]) -> None:
-    said = [_with_subject(message) for message in everyone]
+def _gather_about(
+    runtime: Runtime, subject: str, message: Mapping[str, object], timeout: float | None = None
+) -> list[dict[str, Any]]:
+    """Gathers messages with a subject. A worker that sends another message, for example in a step, has an empty one."""
+    everyone: list[Any] = gather(runtime, {"subject": subject, "site": call_site(), **message}, timeout)
+    return [theirs if isinstance(theirs, dict) and "subject" in theirs else {} for theirs in everyone]
+
+
+def _check_subjects(said: Sequence[dict[str, Any]]) -> None:
     # First, because a worker that fails leaves its method, while the others continue.
     for index, theirs in enumerate(said):
         if theirs.get("error") is not None:
@@ -90,10 +97,6 @@ def _check_subjects(everyone: Sequence[Any]) -> None:
                 "every worker, in the same order, and not only on the chief (`if strategy.cluster_resolver.task_id == "
                 "0:`). Also read sharded variables on every worker.",
             )
-
-
-def _with_subject(message: Any) -> dict[str, Any]:
-    return message if isinstance(message, dict) and "subject" in message else {}
 
 
 def check_equal(
@@ -226,16 +229,16 @@ def call_on_all(
     text = None
     if error is not None:
         text = str(error) if isinstance(error, KdistError) else f"{type(error).__name__}: {error}"
-    said: Any = {"subject": subject, "site": call_site(), "error": text, "note": None if error else note()}
+    said = {"error": text, "note": None if error else note()}
     try:
-        everyone = [said] if runtime is None else [*map(_with_subject, gather(runtime, said))]
+        everyone = [said] if runtime is None else _gather_about(runtime, subject, said)
     except Exception:
         if error is None:
             raise
     if error is not None:  # outside of the handler, whose exception would become its context
         raise error
     for index, theirs in enumerate(everyone):
-        if theirs.get("subject") == subject and theirs["error"] is not None:
+        if theirs.get("subject", subject) == subject and theirs.get("error") is not None:
             raise failed(index, theirs["error"])
     _check_subjects(everyone)
     return result, [theirs["note"] for theirs in everyone]

@@ -234,7 +234,9 @@ class GlobalBatches:
         """Converts Keras's iterable to batches for the steps, and counts them."""
         if self._is_array or self._distributed is not None or self._workers_own is not None:
             started = self._position.start(batches)
-            return self._position.counted(self._split(started) if self._is_array else started)
+            if self._is_array:  # equal on all workers, so that no agreement is necessary
+                started = map(functools.partial(split_batch, self.runtime), map(rows.to_host, started))
+            return self._position.counted(started)
         start = functools.partial(self._position.start, batches)
         if (loader := keras_hooks.torch_loader_of(self.iterator)) is not None:
             torch_loader.share_random_states(loader, self.runtime)
@@ -243,11 +245,6 @@ class GlobalBatches:
                 return self._position.counted(self._agreed(lambda: started))
         # The pass starts with its first batch, because Keras creates iterators that it never uses.
         return self._position.counted(self._agreed(start))
-
-    def _split(self, batches: Iterator[object]) -> Iterator[ReplicaBatches]:
-        """Splits batches of arrays, which are equal on all workers, so that no agreement is necessary."""
-        for batch in batches:
-            yield split_batch(self.runtime, rows.to_host(batch))
 
     def _agreed(self, start: Callable[[], Iterator[object]]) -> Iterator[ReplicaBatches]:
         runtime = self.runtime

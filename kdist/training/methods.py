@@ -281,7 +281,7 @@ def _predict(session: Session, batches: GlobalBatches, callbacks: keras.callback
                 outputs = function(data)
             on_device.append(outputs)
             if len(on_device) == 2 * _COPIED_TOGETHER:
-                # Not as one array: on TensorFlow, batches can be ragged, and dense parts do not fit before them.
+                # Separately, because TensorFlow cannot join a dense array of these with ragged batches that follow.
                 parts += [join([outputs]) for outputs in on_device[:_COPIED_TOGETHER]]
                 del on_device[:_COPIED_TOGETHER]
             callbacks.on_predict_batch_end(end, {"outputs": outputs})
