@@ -59,9 +59,21 @@ class GrpcServer:
         if header["method"] == "begin":
             return self._begin
         with self._lock:
-            if header["session"] != self._session:
-                raise StrategyScopeError(
-                    "This task now serves another coordinator, which connected later.",
-                    hint="Use one coordinator at a time per cluster, or restart the cluster.",
-                )
-            return self._handlers[header["method"]]
+            self._check(header["session"])
+            handler = self._handlers[header["method"]]
+
+        def answer(header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
+            try:
+                return handler(header, arrays)
+            finally:
+                # The next session closes the connections that this call uses. Then it fails with another error.
+                self._check(header["session"])
+
+        return answer
+
+    def _check(self, session: str) -> None:
+        if session != self._session:
+            raise StrategyScopeError(
+                "This task now serves another coordinator, which connected later.",
+                hint="Use one coordinator at a time per cluster, or restart the cluster.",
+            )

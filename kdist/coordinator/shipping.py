@@ -6,6 +6,7 @@ A task unpickles data only from tasks that proved to have the job's secret. Thes
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import io
 import pickle
@@ -46,9 +47,19 @@ def strategy_here() -> object:
     return _arriving.task.strategy
 
 
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    """Takes the place of a per-worker value whose creation failed."""
+
+    error: Exception
+
+
 def own_value_here(number: int) -> object:
-    """Unpickles a per-worker value: returns the value of this worker."""
-    return _arriving.task.own_values[number]
+    """Unpickles a per-worker value: returns the value of this worker, or raises the error of its creation."""
+    value = _arriving.task.own_values[number]
+    if isinstance(value, Failed):
+        raise value.error
+    return value
 
 
 class Pickler(cloudpickle.Pickler):

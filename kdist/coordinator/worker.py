@@ -180,9 +180,19 @@ class Task(SessionTask):
 
     @shipping.answers_errors
     def own(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
-        """Creates a per-worker value: the result of a function, or the iterator of an earlier value."""
+        """Creates a per-worker value: the result of a function, or the iterator of an earlier value.
+
+        If this fails, the closures that use the value fail, but other closures still run.
+        """
+        value: object
         with self._running, self.strategy.scope():
-            self.own_values[header["number"]] = shipping.loads(arrays[0], self)()
+            try:
+                value = shipping.loads(arrays[0], self)()
+            except PeerLost:
+                raise
+            except Exception as error:
+                value = shipping.Failed(error)
+        self.own_values[header["number"]] = value
         return {}, ()
 
     @shipping.answers_errors

@@ -221,7 +221,10 @@ def locked():
 
 
 def alive(name):
-    found[name + ", then"] = int(np.array(coordinator.fetch(coordinator.schedule(lambda: 7))))
+    try:
+        found[name + ", then"] = int(np.array(coordinator.fetch(coordinator.schedule(lambda: 7))))
+    except Exception as raised:
+        found[name + ", then"] = str(raised)
 
 
 error("no function", coordinator.schedule, 7)
@@ -272,15 +275,26 @@ error("no shards", with_partitioner, [0, 1])
 error("no list", with_partitioner, 2)
 
 error("a dataset that raises", fails_as_dataset)
+for number in range(6):  # on each of the three workers
+    alive(f"a dataset that raises {number}")
 if not is_native:
     # A coordinator that comes later has the cluster.
+    all_begun = threading.Event()
+
+    def late():
+        sys.modules["__main__"].all_begun.wait(30)
+        strategy.run(lambda: updates.assign_add(1))
+
+    began_before = coordinator.schedule(late)
     second = kdist.ParameterServerStrategy(resolver(cluster))
     with second.scope():
         another = keras.Variable(np.ones(3, "float32"))
+    of_second = kdist.coordinator.ClusterCoordinator(second)
+    of_second.fetch([of_second.schedule(meet, args=(3, 1)) for _ in range(3)])
+    all_begun.set()
+    error("a function of the first that ends later", began_before.fetch)
     error("the first of two coordinators", scheduled, step, args=(slopes[0],))
-    found["the second of two"] = kdist.coordinator.ClusterCoordinator(second).fetch(
-        kdist.coordinator.ClusterCoordinator(second).schedule(lambda: float(keras.ops.sum(another)))
-    )
+    found["the second of two"] = of_second.fetch(of_second.schedule(lambda: float(keras.ops.sum(another))))
     together = kdist.ParameterServerStrategy(resolver(cluster), synchronous=True)
     with together.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])

@@ -104,12 +104,18 @@ ERRORS = {
     "no shards": r"InvalidArgumentError: .* partitioner [\s\S]*\nReceived: .*returned=\[0, 1\]",
     "no list": r"InvalidArgumentError: .* partitioner [\s\S]*\nReceived: .*returned=2",
     "what is gone": r"CallFailed: ps \d .*KeyError",
+    "a function of the first that ends later": r"StrategyScopeError.*one coordinator at a time",
     "the first of two coordinators": r"StrategyScopeError.*one coordinator at a time",
     "synchronous in one process": r"InvalidArgumentError: Two workers .* in the same process\.",
 }
 
 
-@pytest.mark.kills(servers_keep_what_is_gone="[torch]", servers_group_in_one_process="[torch]")
+@pytest.mark.kills(
+    servers_keep_what_is_gone="[torch]",
+    servers_group_in_one_process="[torch]",
+    servers_fail_after_a_failed_dataset="[jax]",
+    servers_answer_for_an_older_session="[torch]",
+)
 @each_backend
 def test_what_cannot_be_is_an_error_that_says_what_can(found: dict[str, Any]) -> None:
     names = [name for name in ERRORS if name in found]
@@ -128,6 +134,7 @@ ON_OWN_SERVERS |= {
     "a norm of all variables",
     "variables from outside",
     "what is gone",
+    "a function of the first that ends later",
     "the first of two coordinators",
     "synchronous in one process",
 }
