@@ -94,3 +94,31 @@ def test_a_job_does_not_grow(backend, tmp_path):
 def test_a_long_job_does_not_grow(backend, tmp_path):
     # On TensorFlow, Keras keeps a batch of each `fit` with a generator, also without kdist.
     check(backend, tmp_path, 20, 50, 1 if backend == "tensorflow" else 5, 10)
+
+
+def in_worker_create(number):
+    """Returns how much the peak memory grows when a strategy creates variables of 16 MiB."""
+    import keras
+
+    def peak():
+        with open("/proc/self/status", encoding="ascii") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
+
+    distributed = strategy()
+    with distributed.scope():
+        keras.Variable(np.zeros((2048, 2048), "float32"))  # the first collective allocates more
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")  # resets the peak
+    before = peak()
+    with distributed.scope():
+        variables = [keras.Variable(np.full((2048, 2048), i, "float32")) for i in range(number)]
+    return peak() - before, [float(variable[1, 1]) for variable in variables]
+
+
+@pytest.mark.kills(new_variables_sent_at_once="[tensorflow]")
+@each_backend_in_twelve_turns
+def test_new_variables_need_little_memory_beside_their_values(backend):
+    for growth, values in run(backend, 2, in_worker_create, 24):
+        print(f"{backend}: {growth / MIB:.0f} MiB for 384 MiB")
+        assert values == list(range(24))
+        assert growth < 4 * 384 * MIB

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import signal
 import threading
@@ -16,6 +18,7 @@ from kdist import unsupported
 from kdist.backends import workers
 from kdist.backends.tensorflow import rendezvous
 from kdist.backends.tensorflow.collectives import SumsOfGraphs
+from kdist.backends.workers import in_parts
 from kdist.cluster import Cluster, choose_nccl_interface
 from kdist.communication.options import CommunicationImplementation, CommunicationOptions
 from kdist.control.channel import Channel
@@ -142,11 +145,13 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         return tf.io.parse_tensor(self.all_gather_bytes(mine)[0], tensor.dtype)
 
     def broadcast(self, variables: Sequence[keras.Variable]) -> None:
-        """Sends the chief's values of Keras variables to all workers, with one collective per dtype."""
+        """Sends the chief's values of Keras variables to all workers, in few collectives per dtype."""
         groups: dict[tf.DType, list[keras.Variable]] = {}
         for variable in variables:
             groups.setdefault(tf.as_dtype(variable.dtype), []).append(variable)
-        for members in groups.values():
+        for members in itertools.chain.from_iterable(
+            in_parts(group, _num_bytes) for group in groups.values()
+        ):
             values = [tf.convert_to_tensor(variable.value) for variable in members]
             flat = tf.concat([tf.reshape(value, [-1]) for value in values], axis=0)
             flat = self.sum(flat if self.worker_index == 0 else tf.zeros_like(flat))
@@ -171,6 +176,10 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         if not lost and is_certain:
             lost = dict.fromkeys(named, REASONS[DIED])
         return self.channel.lost_error(lost, str(failure or error)) if lost or is_certain else error
+
+
+def _num_bytes(variable: keras.Variable) -> int:
+    return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
 
 
 def join(
