@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 from kdist.backends.contract import Runtime
@@ -32,7 +33,7 @@ def broadcast(value: object, source: int = 0, strategy: StrategyLike | None = No
     """
     runtime = runtime_of(strategy)
     workers = 1 if runtime is None else runtime.num_workers
-    if not isinstance(source, int) or not 0 <= source < workers:
+    if not isinstance(source, numbers.Integral) or not 0 <= source < workers:
         raise InvalidArgumentError(
             "`source` is not the index of a worker.",
             received={"source": source, "num_workers": workers},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -286,7 +287,7 @@ class Scope(Generic[S]):
 
 def checked_axis(axis: int, rank: int) -> int:
     """Returns an axis of a tensor as a non-negative number. Raises an error if there is no such axis."""
-    if isinstance(axis, int) and -rank <= axis < rank:
+    if isinstance(axis, numbers.Integral) and -rank <= axis < rank:
         return axis % rank
     raise InvalidArgumentError(
         f"The value has no axis {axis!r}.",

@@ -34,7 +34,7 @@ def in_worker_exchange():
     objects = kdist.all_gather_object({"loss": 0.5 + index, "tags": ["a", None, (1, True)]})
     arrays = kdist.all_gather_object(keras.ops.ones((index + 1, 2)))
     x = (np.arange(3) * (index + 1)).astype(">i4")
-    sent = kdist.broadcast({"x": x, "name": f"worker {index}"}, source=1)
+    sent = kdist.broadcast({"x": x, "name": f"worker {index}"}, source=np.int64(1))
     kdist.barrier("first")
     kdist.barrier("second", timeout=60)
     errors = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import numbers
 import os
 import time
 from collections.abc import Mapping
@@ -68,7 +69,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         termination_config: TerminationConfig | None = None,
     ) -> None:
         super().__init__()
-        is_number = isinstance(save_freq, int) and save_freq > 0 and save_freq is not True
+        is_number = isinstance(save_freq, numbers.Integral) and save_freq > 0 and save_freq is not True
         save_before_preemption = save_before_preemption or termination_config is not None
         none = save_freq in (None, False) and (every_seconds or save_before_preemption)
         if not (is_number or save_freq == "epoch" or none):
@@ -157,7 +158,10 @@ class BackupAndRestore(keras.callbacks.Callback):
             )
 
     def _is_time(self, progress: Progress) -> bool:
-        due = isinstance(self.save_freq, int) and progress.num_steps - self._saved_at >= self.save_freq
+        due = (
+            isinstance(self.save_freq, numbers.Integral)
+            and progress.num_steps - self._saved_at >= self.save_freq
+        )
         if self._clock is not None and self.every_seconds and self._clock.is_due(progress.num_steps):
             late = time.monotonic() - self._saved_time >= self.every_seconds
             due |= bool(self._clock.exchange(progress.num_steps, late)[0])
