@@ -122,8 +122,11 @@ def _exchange(runtime: Runtime, value: object) -> list[Any]:
     from kdist.arrays.row_exchange import decode
 
     def failed(index: int, text: str) -> Exception:
-        hint = f"Read the traceback of worker {index}."
-        return InvalidArgumentError(f"Worker {index} cannot send its value.", hint=hint)
+        return InvalidArgumentError(
+            f"Worker {index} cannot send its value.",
+            received={"failed_worker": index},
+            hint=f"Read the traceback of worker {index}.",
+        )
 
     with runtime.engine_errors():
         message, _ = call_on_all(runtime, lambda: _encoded(value), failed, subject="an exchange of values")

@@ -147,3 +147,50 @@ def test_a_busy_worker_names_the_worker_that_failed_first(backend, tmp_path):
             lost = re.findall(r"The job lost (.*)", scripts[index].stderr())
             assert lost and all(line.startswith(f"worker 1 ({addresses[1]}): it") for line in lost), lost
             assert not any("worker 2" in line for line in lost), lost
+
+
+# Worker 1 exits later than worker 0, whose error only reports the error of worker 1.
+FAILS = """
+import atexit, os, sys, time
+import keras, numpy as np
+import kdist
+
+strategy = kdist.MultiWorkerMirroredStrategy()
+if strategy.cluster_resolver.task_id == 1:
+    atexit.register(time.sleep, 0.3)
+with strategy.scope():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+
+
+def raises(epoch, logs):
+    if strategy.cluster_resolver.task_id == 1:
+        raise ValueError("only here")
+
+
+def rows():
+    yield np.ones((4, 3)), np.ones((4, 1))
+    raises(0, {})
+
+
+callback = keras.callbacks.LambdaCallback(on_epoch_end=raises)
+if os.environ["FAILS_IN"] == "callback":
+    model.fit(np.ones((4, 3)), np.ones((4, 1)), callbacks=[callback], verbose=0)
+else:
+    model.fit(rows(), verbose=0)
+"""
+
+
+@pytest.mark.kills(other_workers_failed_first="[callback-tensorflow]")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("place", ["callback", "data"])
+@pytest.mark.in_turn(6)
+def test_the_launcher_reports_the_worker_whose_code_failed(place, backend, tmp_path):
+    command = (*RUN, "--num-workers", "2", "--backend", backend)
+    with Script(tmp_path, "fails", FAILS, {"FAILS_IN": place}, command) as job:
+        assert job.wait(60) == 1
+        report = job.stderr()[job.stderr().index("──── kdist:") :]
+    assert re.match(r"──── kdist: worker 1 \([\d.:]+\) failed first: it ended with exit code 1", report), (
+        report
+    )
+    assert 'raise ValueError("only here")' in report, report

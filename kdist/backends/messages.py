@@ -79,7 +79,9 @@ def _check_subjects(said: Sequence[dict[str, Any]]) -> None:
     for index, theirs in enumerate(said):
         if theirs.get("error") is not None:
             hint = f"Read the traceback of worker {index}."
-            failure = WorkerFailedError(f"Worker {index} failed: {theirs['error']}", hint=hint)
+            failure = WorkerFailedError(
+                f"Worker {index} failed: {theirs['error']}", received={"failed_worker": index}, hint=hint
+            )
             failure.others_answer = False
             raise failure
     for index, theirs in enumerate(said[1:], start=1):
@@ -252,6 +254,7 @@ def read_on_all(runtime: Runtime, what: str, function: Callable[[], T]) -> T:
 
     def failed(index: int, text: str) -> Exception:
         hint = "" if "Received:" in text else f"Read the traceback of worker {index}."
-        return DatasetError(f"{what} failed on worker {index}: {text}", hint=hint)
+        received = {"failed_worker": index}
+        return DatasetError(f"{what} failed on worker {index}: {text}", received=received, hint=hint)
 
     return call_on_all(runtime, function, failed, subject=what)[0]

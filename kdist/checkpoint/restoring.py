@@ -239,7 +239,7 @@ def _on_all(runtime: Runtime | None, path: str, function: Callable[[], _Result])
     def failed(index: int, text: str, kind: type[CheckpointError] = CheckpointError) -> Exception:
         return kind(
             f"Worker {index} cannot restore the checkpoint: {text}",
-            received={} if "Received:" in text else {"path": path},
+            received={"failed_worker": index} | ({} if "Received:" in text else {"path": path}),
             hint="" if "Received:" in text else f"Read the traceback in the log of worker {index}.",
         )
 

@@ -202,8 +202,8 @@ class Steps:
         if self._runtime.num_workers == 1 and isinstance(mine, KdistError):
             raise mine
         raise DatasetError(
-            f"The dataset of worker {index} failed in step {self._step}: {said}",
-            received={"worker": self._runtime.worker_index},
+            f"The dataset of worker {index} failed in step {self._step + 1}: {said}",
+            received={"failed_worker": index} if mine is None else {},
             hint="" if "Received:" in said else f"Read the traceback of worker {index}.",
         ) from mine
 
@@ -222,7 +222,7 @@ class Steps:
             differ = structure != expected
             if differ or (shapes != expected_shapes and self._runtime.needs_equal_shapes):
                 raise WorkerMismatchError(
-                    f"In step {self._step}, the batches of worker {first} and worker {index} have different "
+                    f"In step {self._step + 1}, the batches of worker {first} and worker {index} have different "
                     + ("structures or dtypes." if differ else "inner shapes."),
                     received={
                         f"worker_{first}": expected if differ else expected_shapes,
@@ -239,8 +239,8 @@ class Steps:
         if len(set(counts)) > 1:
             differing = next(i for i, n in enumerate(counts) if n != counts[0])
             raise WorkerMismatchError(
-                f"The workers have different datasets: in step {self._step}, the global batch has {counts[0]} rows on "
-                f"worker 0 and {counts[differing]} rows on worker {differing}.",
+                f"The workers have different datasets: in step {self._step + 1}, the global batch has {counts[0]} rows "
+                f"on worker 0 and {counts[differing]} rows on worker {differing}.",
                 received={"rows": counts},
                 hint="Pass the same global batches on every worker, in the same order. kdist selects the rows of each "
                 "worker.",

@@ -26,12 +26,16 @@ _PACKAGES = {
 # A separate process, because a broken installation can crash or hang, and a query must not occupy a device.
 _DEVICES = {
     "tensorflow": (
-        "import tensorflow as tf; print(*[d.name for d in tf.config.list_logical_devices()], sep=', ')"
+        "import tensorflow as tf; names = [d.name for d in tf.config.list_logical_devices()]; "
+        "print(*[name.split('device:')[-1].lower() for name in names], sep=', ')"
     ),
-    "jax": "import jax; print(*jax.devices(), sep=', ')",
+    "jax": (
+        "import jax; kinds = [(f'{d.platform}:{d.id}', d.device_kind) for d in jax.devices()]; "
+        "print(*[n if n.startswith(kind) else f'{n} ({kind})' for n, kind in kinds], sep=', ')"
+    ),
     "torch": (
         "import torch; n = torch.cuda.device_count(); "
-        "print(*[f'cuda:{i} ({torch.cuda.get_device_name(i)})' for i in range(n)] or ['cpu'], sep=', ')"
+        "print(*[f'gpu:{i} ({torch.cuda.get_device_name(i)})' for i in range(n)] or ['cpu:0'], sep=', ')"
     ),
 }
 _WIDEST = 300

@@ -193,7 +193,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="FAULT",
         help="make a worker fail on purpose, for example kill:worker=1,step=30; repeatable. Faults: kill, hang, "
-        "freeze, slow, exit, sigterm, exception. Options: worker=, step=, epoch=, phase=, seconds=",
+        "freeze, slow, exit, sigterm, exception. Options: worker=, step=, epoch=, phase=, seconds=, "
+        "always=",
     )
 
 

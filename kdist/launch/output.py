@@ -19,7 +19,8 @@ _COLOR = re.compile(rb"\x1b\[([0-9;]*)m")
 _CUT = re.compile(rb"(\x1b(\[[0-9;]*)?|\xe2\x94?)\Z")  # an incomplete color code or bar character
 _LONGEST = 65536  # bytes: longer partial lines are shown immediately
 _RANK = re.compile(rb"\A\[rank\d+\]: ")  # PyTorch prints this before each line of a traceback
-_LOST = b"The job lost "  # the start of the error of a worker that lost another
+# Errors of a worker that lost another worker, or that report the error of another worker.
+_OF_ANOTHER = re.compile(rb"The job lost |Received: .*\bfailed_worker=")
 _PATIENCE = 1.0  # seconds until a partial line is shown
 _BLOCKED = 0.1  # seconds between two calls of `gives_up`
 
@@ -209,7 +210,7 @@ class Tail:
         self._rest = b""
         self.traceback_at: float | None = None
         self.has_lost_another = False
-        """Whether the worker reported that it failed because it lost another worker."""
+        """Whether the worker reported that it failed because another worker failed or was lost."""
 
     def feed(self, data: bytes) -> None:
         """Processes output of the worker, which can be split at any position."""
@@ -217,7 +218,7 @@ class Tail:
         for line in (_RANK.sub(b"", line) for line in lines):
             if line.lstrip(b" |+").startswith(b"Traceback (most recent call last)"):
                 self.traceback_at = time.monotonic()
-            self.has_lost_another |= _LOST in line
+            self.has_lost_another |= _OF_ANOTHER.search(line) is not None
             self._lines.append(line[:2000])
         self._rest = self._rest[-_LONGEST:]
 

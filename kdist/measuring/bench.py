@@ -188,9 +188,8 @@ def notes(plan: Plan, everyone: Sequence[Measured], compared: Sequence[Compared]
     if any(measured.is_fused for measured in everyone):
         said.append("-: not measured, because the compiled step includes the exchange.")
     if compared:
-        said.append(
-            "Below 1, kdist is faster. Plain Keras trains on one device. Brackets: lowest and highest."
-        )
+        keras = "Plain Keras trains on one device. " if any(one.name == "keras" for one in compared) else ""
+        said.append(f"Below 1, kdist is faster. {keras}Brackets: lowest and highest.")
     if len(everyone) > 1 and everyone[0].about["device"].startswith("cpu"):
         said.append(
             f"All workers share the {count_cores()} cores of this machine, so more workers do not add computing power."

@@ -160,6 +160,7 @@ class Session:
             function,
             lambda index, text: WorkerFailedError(
                 f"Worker {index} failed in a callback: {text}",
+                received={"failed_worker": index},
                 hint=f"Read the traceback in the log of worker {index}.",
             ),
             lambda: {

@@ -290,7 +290,7 @@ def page(results: dict[str, dict[str, str]]) -> str:
         "",
         "Check here whether a strategy works on your backend. ✓ means that the test suite trained a small model with",
         "this strategy, on CPUs of one machine, and the results matched values computed by hand. A number links to the",
-        "reason why a feature is missing. [What is guaranteed](contract.md) lists more features of `fit`.",
+        "reason why a feature is missing. [Guarantees](contract.md) lists more features of `fit`.",
     ]
     notes: list[str] = []
     for capabilities, rows in _alike(results, notes).items():

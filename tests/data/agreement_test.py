@@ -117,7 +117,7 @@ def in_worker_agree():
             expected = [([int(s < n) for n in lengths], s if s < length else None) for s in range(last)]
             assert seen == expected
             assert (error is not None) == fails
-            assert not fails or f"worker {failing.index(3)} failed in step 3: OSError: disk gone" in error
+            assert not fails or f"worker {failing.index(3)} failed in step 4: OSError: disk gone" in error
     return True
 
 

@@ -243,7 +243,7 @@ def leave(index, batch):
         ("dtype", "have different structures or dtypes"),
         ("structure", "have different structures or dtypes"),
         ("unsendable", "orker 0 "),
-        ("exit", "worker 1 failed in step 1: SystemExit: 3"),
+        ("exit", "worker 1 failed in step 2: SystemExit: 3"),
     ],
 )
 def test_workers_that_differ_get_an_error(backend, what, words):

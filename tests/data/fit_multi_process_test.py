@@ -311,19 +311,19 @@ def in_worker_error(what):
 
 
 ERRORS = {
-    "raises in the middle": ["worker 1 failed in step 1", "OSError: disk gone"],
-    "raises in the middle, global": ["worker 1 failed in step 1", "OSError: disk gone"],
+    "raises in the middle": ["worker 1 failed in step 2", "OSError: disk gone"],
+    "raises in the middle, global": ["worker 1 failed in step 2", "OSError: disk gone"],
     "not batched": ["is not batched", "dataset.batch(64)"],
     "one not batched": [
-        "In step 0, the batches of worker 0 and worker 1 have different",
+        "In step 1, the batches of worker 0 and worker 1 have different",
         "one element of 'float32'",
     ],
-    "parts differ": ["worker 1 failed in step 0", "different numbers of rows"],
+    "parts differ": ["worker 1 failed in step 1", "different numbers of rows"],
     "returns a number": ["type 'int' as a dataset", "a generator function or an iterable"],
     "returns an array": ["type 'ndarray' as a dataset", "make_experimental_numpy_dataset"],
     "no batch": ["contains no batches"],
     "too few files": ["has fewer files than workers", "AutoShardPolicy.DATA"],
-    "differ in length": ["have different datasets", "step 1"],
+    "differ in length": ["have different datasets", "step 2"],
 }
 
 

@@ -34,4 +34,4 @@ def test_names_of_gpus(tmp_path: Path) -> None:
         "    get_device_name = staticmethod(lambda index: f'Model {index + 7}')\n"
     )
     said = info.devices_of("torch", clean_environment() | {"PYTHONPATH": str(tmp_path)})
-    assert said == "cuda:0 (Model 7), cuda:1 (Model 8)"
+    assert said == "gpu:0 (Model 7), gpu:1 (Model 8)"

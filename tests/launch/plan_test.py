@@ -272,6 +272,10 @@ def test_tail_notes_the_traceback():
     assert rank.lines() == ["Traceback (most recent call last):", "ValueError: no"]
     tail.feed(b"kdist: The job lost worker 0 (a:1): it died.\n")
     assert tail.has_lost_another
+    other = Tail()
+    other.feed(b"WorkerFailedError: Worker 1 failed in a callback: ValueError: no\nReceived: failed_")
+    other.feed(b"worker=1\n")
+    assert other.has_lost_another
 
 
 # ---- the report
