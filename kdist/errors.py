@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import SupportsFloat, SupportsIndex
 
 _OWN = os.path.join(os.path.dirname(__file__), "")  # ends with a slash: kdist_examples/ is not kdist/
@@ -128,13 +128,15 @@ class CheckpointMismatchError(CheckpointError):
 _OF_DATA = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, SyntaxError)
 
 
-def different_arrays(found: dict[str, object]) -> WorkerMismatchError:
-    """Returns the error of workers that sum different arrays, given a description per worker."""
-    return WorkerMismatchError(
-        "The workers sum arrays of different shapes or dtypes.",
-        received=found,
-        hint="Call all_reduce with the same shape and dtype on all workers, in the same order.",
-    )
+def check_equal_arrays(forms: Sequence[str]) -> None:
+    """Raises an error if workers sum or gather different arrays, given the dtype and shape on each worker."""
+    if len({*forms}) > 1:
+        raise WorkerMismatchError(
+            "The workers sum or gather arrays of different shapes or dtypes.",
+            received={f"worker {i}": form for i, form in enumerate(forms)},
+            hint="Pass the same shape and dtype on all workers, in the same order. If only the number of rows "
+            "differs, pass axis=0 to `strategy.reduce` or `strategy.gather`.",
+        )
 
 
 def check_whole(name: str, value: object, hint: str, least: int = 1) -> int:

@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from kdist.communication import interrupts
-from kdist.errors import KdistError, WorkerMismatchError, different_arrays
+from kdist.errors import KdistError, WorkerMismatchError, check_equal_arrays
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -201,11 +201,11 @@ class SharedMemory:
         for worker, waiting in self._forms.items():
             forms[worker] = waiting.popleft()
         if {*forms.values()} != {form}:
-            raise different_arrays(
-                {
-                    f"worker {worker}": f"{size} bytes of {_DTYPES[dtype]} {shapes.decode()}".rstrip()
-                    for worker, (size, dtype, shapes) in sorted(forms.items())
-                }
+            check_equal_arrays(
+                [
+                    f"{size} bytes of {_DTYPES[dtype]} {shapes.decode()}".rstrip()
+                    for _, (size, dtype, shapes) in sorted(forms.items())
+                ]
             )
 
     def close(self) -> None:

@@ -327,6 +327,7 @@ class Strategy:
         Raises:
             InvalidArgumentError: If the operation or axis does not exist, the shapes differ, or `SUM` is used
                 on one worker with several replicas with a value that is not distributed.
+            WorkerMismatchError: If the shapes or dtypes differ between the workers.
             StrategyScopeError: If you call it inside a replica.
 
         Example:
@@ -347,14 +348,14 @@ class Strategy:
 
         Args:
             value: A `kdist.DistributedValues` of tensors with at least one axis, or a structure of them.
-                Shapes can differ along `axis`.
-            axis: The axis to concatenate along.
+            axis: The axis to concatenate along. Shapes can differ along it.
 
         Returns:
             A structure of tensors, equal on all workers, in the order of the replicas.
 
         Raises:
             InvalidArgumentError: If the axis does not exist, or shapes differ along another axis.
+            WorkerMismatchError: If dtypes, or shapes along another axis, differ between the workers.
             StrategyScopeError: If you call it inside a replica.
 
         Example:

@@ -180,6 +180,49 @@ def test_wrong_reductions_are_refused(backend, num_workers, num_replicas):
     assert all(on_workers(backend, num_workers, num_replicas, in_worker_wrong_reductions))
 
 
+def in_worker_different_values(devices):
+    """Reduces and gathers values that differ between two workers, then equal ones."""
+    import keras
+    from keras import ops
+
+    s = kdist.MultiWorkerMirroredStrategy(devices=devices)
+    index = s.runtime.worker_index
+    longer, wider = ops.ones(2 + index), ops.ones((2, 2 + index))
+    dtype = "float32" if index else "int32"
+    replicas = s.experimental_distribute_values_from_function(lambda context: wider)
+    calls = [
+        lambda: s.reduce("SUM", kdist.DistributedValues([longer] * len(s.runtime.devices)), axis=None),
+        lambda: s.reduce("MEAN", replicas, axis=0),
+        lambda: s.reduce("SUM", ops.ones(2, dtype), axis=None),
+        lambda: s.gather(wider, axis=0),
+        lambda: s.gather(ops.ones((2, 2), dtype), axis=0),
+    ]
+    if keras.backend.backend() != "tensorflow":  # there, a graph gathers, with an error of TensorFlow
+        context = kdist.get_replica_context
+        calls.append(lambda: s.run(lambda x: context().all_gather(x, axis=0), (replicas,)))
+    for call in calls:
+        with pytest.raises(
+            kdist.errors.WorkerMismatchError, match=r"different shapes or dtypes[\s\S]+axis=0"
+        ):
+            call()
+    return numpy_of(s.reduce("SUM", ops.ones(2), axis=None)).tolist()
+
+
+@pytest.mark.kills(
+    jax_different_values_summed="[jax-2]",
+    jax_different_rows_gathered="[jax-1]",
+    torch_different_rows_gathered="[torch-1]",
+)
+@pytest.mark.in_turn(5)
+@pytest.mark.parametrize(
+    ("backend", "num_devices"), [("tensorflow", 1), ("jax", 1), ("torch", 1), ("jax", 2), ("torch", 2)]
+)
+def test_workers_that_reduce_or_gather_different_values_get_an_error(backend, num_devices):
+    devices = [f"cpu:{i}" for i in range(num_devices)]
+    with start_pool(2, backend, timeout=60) as pool:
+        assert pool.run(in_worker_different_values, devices) == [[2 * num_devices] * 2] * 2
+
+
 # Gather -----------------------------------------------------------------------------------------------------
 
 

@@ -9,13 +9,15 @@ import jax
 import numpy as np
 
 from kdist import keras_hooks
-from kdist.arrays.row_exchange import gather_rows
 from kdist.backends.contract import StepFunction
+from kdist.backends.jax.collectives import next_turn
 from kdist.backends.jax.core import JaxCore
 from kdist.backends.jax.functions import JaxFunctions, leave_function
 from kdist.backends.jax.steps import JaxSteps
+from kdist.backends.jax.uneven_run import arrays_of_workers
+from kdist.backends.messages import gather
 from kdist.backends.workers import Workers
-from kdist.errors import InvalidArgumentError, StrategyScopeError
+from kdist.errors import InvalidArgumentError, StrategyScopeError, check_equal_arrays
 from kdist.topology import Topology
 
 if TYPE_CHECKING:
@@ -49,9 +51,25 @@ class JaxRuntime(JaxFunctions):
         if not self.can_exchange:
             return [_sum_in_program(tensor, self) for tensor in tensors]
         with self.group.working():
-            others = len(self.devices) - 1  # only this worker's first device has the tensor
-            parts = [[tensor[None], *[jax.numpy.zeros_like(tensor)[None]] * others] for tensor in tensors]
-            return [self._sum(rows).addressable_data(0) for rows in self.join_values(parts)]
+            return [self._sum_over_workers(tensor) for tensor in tensors]
+
+    def _sum_over_workers(self, tensor: jax.Array) -> jax.Array:
+        """Sums a tensor. Raises an error if the shapes or dtypes differ: XLA would return wrong numbers or hang."""
+        form = f"{tensor.dtype} {tensor.shape}"
+        if self.memory is None:
+            check_equal_arrays(gather(self, form))
+        else:
+            jax.block_until_ready(next_turn(self))  # running programs may still use the memory
+            is_summable = self.memory.can_sum(tensor.dtype)
+            mine = np.asarray(tensor) if is_summable else np.zeros(1, "int8")
+            total = np.empty(mine.shape, mine.dtype)
+            text = f"{tensor.shape}" if is_summable else form
+            self.memory.sum_all([mine.reshape(-1)], [total.reshape(-1)], text)
+            if is_summable:
+                return jax.device_put(total, self.holder)
+        others = len(self.devices) - 1  # only this worker's first device has the tensor
+        (rows,) = self.join_values([[tensor[None], *[jax.numpy.zeros_like(tensor)[None]] * others]])
+        return self._sum(rows).addressable_data(0)
 
     def gather_over_workers(self, tensor: jax.Array) -> jax.Array:
         if self.num_workers == 1:
@@ -59,7 +77,7 @@ class JaxRuntime(JaxFunctions):
         leave_function()
         if not self.can_exchange:
             return _gather_in_program(tensor, self)
-        rows = gather_rows(self.group, [np.asarray(tensor)])
+        rows = np.concatenate(arrays_of_workers(self, np.asarray(tensor), 1))
         return jax.device_put(rows, self.holder)
 
     def step_function(self, model: keras.Model, kind: str) -> StepFunction:

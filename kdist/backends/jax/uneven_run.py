@@ -18,7 +18,7 @@ import keras
 import numpy as np
 
 from kdist import keras_hooks
-from kdist.arrays.row_exchange import decode, encode, gather_rows
+from kdist.arrays.row_exchange import decode, encode
 from kdist.arrays.structures import joined
 from kdist.backends.jax.collectives import next_turn
 from kdist.backends.jax.components import has_components
@@ -29,7 +29,7 @@ from kdist.backends.jax.scopes import JaxScope, Values
 from kdist.backends.jax.storage import is_divided, whole_of
 from kdist.backends.messages import gather
 from kdist.backends.threads import Baton, ReplicaThreads
-from kdist.errors import StrategyScopeError, different_arrays
+from kdist.errors import StrategyScopeError, check_equal_arrays
 from kdist.values import component
 
 if TYPE_CHECKING:
@@ -154,9 +154,9 @@ class HostCollectives:
             starts = list(itertools.accumulate((len(value) for value in values), initial=0))
             if self._runtime.num_workers == 1:
                 return local, starts
-            sizes = gather(self._runtime, len(local))
-            first = sum(sizes[: self._runtime.worker_index])
-            return gather_rows(self._runtime.group, [local]), [first + start for start in starts]
+            everyone = arrays_of_workers(self._runtime, local, 1)
+            first = sum(map(len, everyone[: self._runtime.worker_index]))
+            return np.concatenate(everyone), [first + start for start in starts]
 
         what = ("gathering", (str(mine.dtype), mine.shape[1:]))
         whole, starts = self._baton.meet(self.local_index, what, mine, combine)
@@ -176,14 +176,14 @@ class HostCollectives:
         )
 
     def _sum_over_workers(self, array: np.ndarray) -> np.ndarray:
-        group = self._runtime.group
-        arrays = [decode(data) for data in group.all_gather_bytes(encode(array))]
-        forms: dict[str, object] = {
-            f"worker {i}": f"{other.dtype} {other.shape}" for i, other in enumerate(arrays)
-        }
-        if len({*map(str, forms.values())}) > 1:
-            raise different_arrays(forms)
-        return np.stack(arrays).sum(0, dtype=array.dtype)
+        return np.stack(arrays_of_workers(self._runtime, array)).sum(0, dtype=array.dtype)
+
+
+def arrays_of_workers(runtime: JaxCore, array: np.ndarray, start: int = 0) -> list[np.ndarray]:
+    """Returns the arrays of all workers. Raises an error if their dtypes differ, or their shapes from an axis on."""
+    arrays = [decode(data) for data in runtime.group.all_gather_bytes(encode(array))]
+    check_equal_arrays([f"{'rows of ' * start}{other.dtype} {other.shape[start:]}" for other in arrays])
+    return arrays
 
 
 def _on_host(tensor: jax.Array) -> np.ndarray:

@@ -25,7 +25,7 @@ from kdist.control import whereabouts
 from kdist.control.channel import Channel
 from kdist.control.joining import OpenChannel, join_once
 from kdist.control.loss_reasons import Loss
-from kdist.errors import KdistError, StrategyScopeError, WorkerTimeoutError
+from kdist.errors import KdistError, StrategyScopeError, WorkerTimeoutError, check_equal_arrays
 
 _ENGINE = workers.folders_of_engine()
 # The interval at which a waiting worker checks whether the others are alive.
@@ -186,7 +186,10 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         return results
 
     def gather_uneven(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
-        sizes = [int(data) for data in self.all_gather_bytes(str(len(rows)).encode())]
+        mine = f"{len(rows)} rows of {rows.dtype} {tuple(rows.shape[1:])}"
+        everyone = [data.decode().split(" ", 1) for data in self.all_gather_bytes(mine.encode())]
+        check_equal_arrays([form for _, form in everyone])
+        sizes = [int(size) for size, _ in everyone]
         (whole,) = self.gather_rows([rows], sizes)
         return whole, sum(sizes[: self.worker_index])
 
