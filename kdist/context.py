@@ -43,6 +43,7 @@ class _ThreadState(threading.local):
         self.global_scope: Scope[Any] | None = None
         self.replica: ReplicaContext | None = None
         self.functions = 0
+        self.is_merging = False
 
 
 _state = _ThreadState()
@@ -190,7 +191,7 @@ class ReplicaContext:
 
         Args:
             merge_fn: The function. It gets the strategy, then `args` and `kwargs`, in which the values of all
-                local replicas are joined into `kdist.DistributedValues`.
+                local replicas are joined into `kdist.DistributedValues`. It cannot call `strategy.run`.
             args: The positional arguments of this replica.
             kwargs: The keyword arguments of this replica.
 
@@ -301,12 +302,22 @@ def checked_axis(axis: int, rank: int) -> int:
 @contextlib.contextmanager
 def cross_replica(strategy: StrategyLike) -> Iterator[None]:
     """Switches a thread that runs a replica to the cross-replica context, within a `with` block."""
-    replica, scopes = _state.replica, _state.scopes
+    before = _state.replica, _state.scopes, _state.is_merging
     _state.replica, _state.scopes = None, [Scope(strategy, contextlib.nullcontext)]
+    _state.is_merging |= before[0] is not None  # the default strategy has no replicas
     try:
         yield
     finally:
-        _state.replica, _state.scopes = replica, scopes
+        _state.replica, _state.scopes, _state.is_merging = before
+
+
+def require_no_merge_call() -> None:
+    """Raises a `StrategyScopeError` in a function of `merge_call`, which would wait for its own replicas."""
+    if _state.is_merging:
+        raise StrategyScopeError(
+            "Cannot run the replicas in a function of `merge_call`, because they wait for this function.",
+            hint="Call `strategy.run` after the outer `strategy.run`, or compute with the values of all replicas.",
+        )
 
 
 def current_strategy() -> StrategyLike | None:

@@ -142,16 +142,21 @@ class ReplicaThreads:
     def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)
         self._tasks: list[queue.SimpleQueue[_Task | None]] = []
+        self._lock = threading.Lock()
         weakref.finalize(self, _close, self._tasks)
 
     def run(self, function: Callable[[int, Baton], T]) -> list[T]:
         """Calls `function(index, baton)` for each replica, one at a time, and returns the results.
 
-        If calls fail, raises the first error after all calls have ended.
+        If calls fail, raises the first error after all calls have ended. Several threads of the user take turns.
         """
-        baton = Baton(self._names)
         if len(self._names) == 1:
-            return [function(0, baton)]
+            return [function(0, Baton(self._names))]
+        with self._lock:
+            return self._run(function)
+
+    def _run(self, function: Callable[[int, Baton], T]) -> list[T]:
+        baton = Baton(self._names)
         self._start()
         results: list[Any] = [None] * len(self._names)
         finished: queue.SimpleQueue[None] = queue.SimpleQueue()

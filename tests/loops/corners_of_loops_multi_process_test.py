@@ -127,6 +127,50 @@ def test_two_threads_loop_each_for_itself(backend):
     assert run(backend, 1, in_worker_two_threads, 2)[0] == (12, [12, 12])
 
 
+def in_worker_steps_of_threads(num_replicas):
+    from concurrent.futures import ThreadPoolExecutor
+
+    import keras
+
+    s = strategy(num_replicas)
+    with s.scope():
+        counts = [keras.Variable(0.0, trainable=False, aggregation="sum") for _ in range(3)]
+
+    def count(variable):
+        def step():
+            variable.assign_add(1.0)
+            kdist.get_replica_context().all_reduce("SUM", 1.0)  # the other replica runs, or another thread
+
+        for _ in range(15):
+            s.run(step)
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(count, counts))
+    return [float(variable.value) for variable in counts]
+
+
+@pytest.mark.kills("torch_steps_of_threads_overlap")
+def test_steps_of_several_threads_take_turns():
+    assert run("torch", 1, in_worker_steps_of_threads, 2)[0] == [30] * 3
+
+
+def in_worker_large_integers(num_replicas):
+    s = strategy(num_replicas)
+
+    def doubled(number):
+        numbers = s.experimental_distribute_values_from_function(lambda context: number)
+        return int(s.experimental_local_results(s.run(lambda x: x * 2, args=(numbers,)))[1])
+
+    with pytest.raises(OverflowError):
+        doubled(2**31)
+    return doubled(2**30 - 1)
+
+
+@pytest.mark.kills("jax_large_integers_wrap_around")
+def test_integers_that_jax_cannot_represent_are_an_error():
+    assert run("jax", 1, in_worker_large_integers, 2) == [2**31 - 2]
+
+
 def in_worker_torch_compile(num_replicas):
     import sys
 

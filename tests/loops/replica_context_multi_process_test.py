@@ -250,6 +250,8 @@ def test_merge_call_speaks_for_all_replicas(backend, num_workers, num_replicas):
 
 
 def in_worker_merge_errors(num_replicas):
+    import keras
+
     s = strategy(num_replicas)
 
     def wrong(s, x):
@@ -269,9 +271,16 @@ def in_worker_merge_errors(num_replicas):
         s.run(fn, args=(wrong,))
     with pytest.raises(kdist.errors.StrategyScopeError, match="all_reduce"):
         s.run(fn, args=(reduce_in_merge,))
+    backend = keras.backend.backend()
+    if backend == "jax" or (backend == "torch" and len(s.runtime.devices) > 1):
+        with pytest.raises(kdist.errors.StrategyScopeError, match="in a function of `merge_call`"):
+            s.run(fn, args=(lambda s, x: s.run(lambda: x),))
     return local_results(s, s.run(lambda: kdist.get_replica_context().all_reduce("SUM", 1.0)))
 
 
+@pytest.mark.kills(
+    torch_run_in_merge_call_hangs="2-replicas-on-1-torch", jax_run_in_merge_call_traced="2-replicas-on-1-jax"
+)
 @each_cluster
 def test_errors_in_merge_call_come_out(backend, num_workers, num_replicas):
     for total in on_replicas(backend, num_workers, num_replicas, in_worker_merge_errors):

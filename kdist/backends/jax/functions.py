@@ -28,7 +28,7 @@ from kdist.backends.jax.tables import Tables
 from kdist.backends.workers import Workers
 from kdist.cluster import logs
 from kdist.communication.options import hint_ignored
-from kdist.context import current_replica
+from kdist.context import current_replica, require_no_merge_call
 from kdist.errors import KdistError
 from kdist.topology import Topology
 from kdist.values import DistributedValues
@@ -59,6 +59,7 @@ class JaxFunctions(JaxCore):
     def run(self, strategy: StrategyLike, fn: Function, args: Args, kwargs: Kwargs) -> Sequence[Structure]:
         """Calls a function in every replica, as one compiled program."""
         leave_function()
+        require_no_merge_call()
         call = Call(args, kwargs, len(self.devices))
         key = (function_key(fn), call.key())
         if uneven_run.on_any_worker(self, call.data):

@@ -229,7 +229,9 @@ class Call(Template):
 def _parts(leaf: object, num_local: int) -> list[jax.Array | np.ndarray] | None:
     """Returns one array per local replica, or `None` for a constant."""
     if isinstance(leaf, DistributedValues):
-        parts = [part if is_array(part) else np.asarray(part) for part in leaf.values]
+        # NumPy has 64 bits, and a device would drop half of them. JAX raises an error.
+        values = [jax.numpy.asarray(part) if type(part) is int else part for part in leaf.values]
+        parts = [value if is_array(value) else np.asarray(value) for value in values]
         return None if any(part.dtype.kind in "OSU" for part in parts) else parts
     if hasattr(leaf, "detach"):
         leaf = torch_to_numpy(leaf)

@@ -19,6 +19,7 @@ from kdist.backends.torch.core import TorchCore
 from kdist.backends.torch.devices import ThreadStates, keras_device
 from kdist.backends.torch.recording import Recording
 from kdist.backends.torch.replicas import TorchReplica, TorchScope
+from kdist.context import require_no_merge_call
 
 if TYPE_CHECKING:
     from kdist.arrays.types import Args, Function, Kwargs, P, R, Structure, T, Tensor
@@ -40,10 +41,12 @@ def in_replicas(
     """
     state = keras_hooks.ThreadState() if len(runtime.devices) > 1 else None
     engine_state = ThreadStates(runtime.torch_devices)
-    for copies in runtime.copies:
-        copies.start_step(keep_gradients=shares is None)
+    if len(runtime.devices) > 1:
+        require_no_merge_call()
 
     def one_replica(index: int, baton: Baton) -> T:
+        for copies in runtime.copies if index == 0 else ():  # the first replica runs first
+            copies.start_step(keep_gradients=shares is None)
         replica = TorchReplica(
             strategy,
             runtime.replica_ids[index],
