@@ -150,14 +150,20 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: As in `Checkpoint.save`.
+            InvalidArgumentError: If `checkpoint_number` is not a whole number of at least 0.
         """
+        number = checkpoint_number
+        if number is not None:
+            number = int(number) if hasattr(number, "assign") else number  # such as `optimizer.iterations`
+            hint = "Pass a number for the name of the checkpoint, or None for the next number."
+            number = check_whole("checkpoint_number", number, hint, least=0)
         step = self._step()
         if check_interval and self._is_too_early(step):
             return None
         path = self._checkpoint.save_as(
             self._directory,
             self._name,
-            None if checkpoint_number is None else int(checkpoint_number),
+            number,
             asynchronous=True if asynchronous is None else asynchronous,
             after=self._delete_old,
         )

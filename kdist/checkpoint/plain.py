@@ -13,7 +13,7 @@ from kdist.checkpoint.checked_reading import dtype_of
 from kdist.checkpoint.index import DTYPES
 from kdist.errors import InvalidArgumentError
 
-_SPECIAL = ("$tuple", "$dict", "$bytes", "$array", "$tensor")
+_SPECIAL = ("$tuple", "$dict", "$bytes", "$array", "$tensor", "$native")
 
 
 def encode(name: str, value: object, store: Callable[[str, np.ndarray], None] | None = None) -> object:
@@ -26,8 +26,8 @@ def encode(name: str, value: object, store: Callable[[str, np.ndarray], None] | 
     def visit(at: str, item: object) -> object:
         if item is None or isinstance(item, (bool, int, float, str)):
             return item
-        if isinstance(item, np.generic):
-            return visit(at, item.item())
+        if isinstance(item, np.generic) and not isinstance(number := item.item(), np.generic):
+            return visit(at, number)
         if isinstance(item, bytes):
             return {"$bytes": base64.b64encode(item).decode()}
         if isinstance(item, tuple):
@@ -40,6 +40,8 @@ def encode(name: str, value: object, store: Callable[[str, np.ndarray], None] | 
             return {"$dict": [[visit(at, k), visit(f"{at}/{k}", part)] for k, part in item.items()]}
         if keras.ops.is_tensor(item):
             item = keras.ops.convert_to_numpy(item)
+            if store is None:  # for `set_state`, which may need the type from `get_state`
+                return {"$native": visit(at, item)}
         if isinstance(item, np.ndarray) and item.dtype.name in DTYPES:
             # The name of a dtype does not contain the byte order.
             array = item.astype(item.dtype.newbyteorder("="), copy=False)
@@ -74,6 +76,10 @@ def decode(value: object, arrays: Any = None) -> Any:
             return base64.b64decode(content)
         if kind == "$tensor":
             return arrays[content]
+        if kind == "$native":
+            tensor = keras.ops.convert_to_tensor(decode(content))
+            # A random generator of PyTorch does not accept a state that is on a GPU.
+            return tensor.cpu() if hasattr(tensor, "cpu") else tensor
         dtype, shape, data = content
         return np.frombuffer(base64.b64decode(data), dtype_of(dtype)).reshape(shape).copy()
     return {key: decode(part, arrays) for key, part in value.items()}

@@ -133,7 +133,9 @@ def restore(
             plan.states = [(owner, plain.decode(saved)) for owner, saved in plan.states]
             plain_values = {name: plain.decode(value, values) for name, value in index.values.items()}
             plain_values[_COUNTER] = int(plain_values[_COUNTER])
-            if random and _RANDOM in index.states and worker in index.workers:
+            randoms = index.states.get(_RANDOM, []) if random else []
+            # If all workers had the same state, additional workers also continue with it.
+            if randoms and (len(randoms) == 1 or worker in index.workers):
                 before.append(state.random_state())
                 with _named_damage(path, Exception):  # backends raise various errors for an invalid state
                     saved = plain.decode(index.states[_RANDOM][_of_worker(index, _RANDOM, worker)])

@@ -5,6 +5,7 @@ It uses only the standard library. It does not import Keras or a framework, so i
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 from typing import Any
@@ -19,6 +20,9 @@ class _CallableModule(types.ModuleType):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return launch(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return importlib.import_module, (self.__name__,)  # by name, as other modules
 
 
 sys.modules[__name__].__class__ = _CallableModule

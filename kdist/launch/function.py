@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from kdist.cluster import environment, logs
 from kdist.errors import InvalidArgumentError, LaunchError, WorkerTimeoutError, check_positive, check_whole
 from kdist.launch import local_workers, ray_workers, report, shipping
+from kdist.launch.options import is_variable
 from kdist.launch.shipping import Call, Ended, Ending
 
 T = TypeVar("T")
@@ -101,6 +102,13 @@ def launch(
             received={"num_ps": num_ps, "on": on},
             hint="Start them on this machine: kdist.launch(train, num_workers=2, num_ps=1)",
         )
+    for name, value in (env or {}).items():
+        if not is_variable(name, value):
+            raise InvalidArgumentError(
+                "`env` contains a variable with an invalid name or value.",
+                received={"name": name, "value": value},
+                hint='Pass names and values: env={"OMP_NUM_THREADS": 8}',
+            )
     # Hides the job plan by default, because notebooks show stderr in red.
     quiet = {logs.VARIABLE: environment.get(logs.VARIABLE) or "warning"}
     ending = _PLACES[on](

@@ -44,6 +44,12 @@ def whole_number(name: str, text: str, least: int) -> int:
     return int(text[:9])
 
 
+def is_variable(name: object, value: object) -> bool:
+    """Returns whether a process can have this environment variable."""
+    is_name = isinstance(name, str) and _VARIABLE.fullmatch(name) is not None
+    return is_name and value is not None and "\0" not in str(value)
+
+
 def environment_variables(entries: Sequence[str]) -> dict[str, str]:
     """Parses the values of `--env` into a dictionary.
 
@@ -59,7 +65,7 @@ def environment_variables(entries: Sequence[str]) -> dict[str, str]:
     variables = {}
     for entry in entries:
         name, equals, value = entry.partition("=")
-        if not equals or not _VARIABLE.fullmatch(name) or "\0" in value:
+        if not equals or not is_variable(name, value):
             raise InvalidArgumentError(
                 "The value of --env does not have the form NAME=VALUE.",
                 received={"env": entry},

@@ -107,10 +107,14 @@ def test_a_checkpoint_can_be_verified_while_another_one_replaces_it(tmp_path: Pa
     assert run("torch", 1, in_worker_verify, str(tmp_path / "best")) == [20]
 
 
-def in_worker_wrong_arguments() -> list[str]:
+def in_worker_wrong_arguments(folder: str) -> list[str]:
     found = []
+    manager = kdist.CheckpointManager(kdist.Checkpoint(epoch=1), folder, max_to_keep=None)
     for call in (
         lambda: kdist.Checkpoint(epoch=1).save(""),
+        lambda: kdist.Checkpoint(epoch=np.longdouble(1)).save(folder),
+        lambda: manager.save(checkpoint_number=-1),
+        lambda: manager.save(checkpoint_number=1.5),  # type: ignore[arg-type]
         lambda: kdist.callbacks.BackupAndRestore("backup", every_seconds=float("nan")),
         lambda: kdist.callbacks.BackupAndRestore("backup", save_freq=None, every_seconds="5"),  # type: ignore[arg-type]
     ):
@@ -121,8 +125,10 @@ def in_worker_wrong_arguments() -> list[str]:
 
 
 @pytest.mark.kills("checkpoint_in_an_empty_directory", "backup_every_nan_seconds")
-def test_wrong_directories_and_times_are_errors() -> None:
+def test_wrong_values_directories_numbers_and_times_are_errors(tmp_path: Path) -> None:
+    value = "Cannot save 'epoch': a checkpoint cannot contain an object of this type"
+    number = "`checkpoint_number` is not a whole number of at least 0"
     time = "`every_seconds` is not a positive number"
-    assert run("torch", 1, in_worker_wrong_arguments) == [
-        ["The directory of the checkpoints is empty", time, time]
+    assert run("torch", 1, in_worker_wrong_arguments, str(tmp_path)) == [
+        ["The directory of the checkpoints is empty", value, number, number, time, time]
     ]

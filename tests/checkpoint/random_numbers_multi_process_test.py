@@ -64,6 +64,31 @@ def np_normal_is_half_used():
     np.random.randn()  # computes two normal numbers, and keeps one for the next call
 
 
+def in_worker_draw_after(path):
+    """Draws after a save in a new directory, or after a restore."""
+    import os
+
+    import keras
+
+    import kdist
+
+    is_saved = os.path.exists(path)
+    keras.utils.set_random_seed(7 + is_saved)
+    checkpoint = kdist.Checkpoint(step=0)
+    if is_saved:
+        checkpoint.restore(path)
+    else:
+        checkpoint.write(path, asynchronous=False)
+    return draw()
+
+
+@pytest.mark.kills(checkpoint_random_numbers_without_additional_workers="[torch]")
+@each_backend
+def test_additional_workers_continue_with_the_state_of_all(backend, tmp_path):
+    (following,) = run(backend, 1, in_worker_draw_after, str(tmp_path / "saved"))
+    assert run(backend, 2, in_worker_draw_after, str(tmp_path / "saved")) == [following] * 2
+
+
 @pytest.mark.kills(
     checkpoint_random_numbers_not_restored="[torch]", checkpoint_random_numbers_of_the_chief="[torch]"
 )

@@ -12,15 +12,27 @@ from tests.helpers.processes import each_backend, run, strategy
 
 
 class Notes:
-    """A user's object, whose state contains text and an array."""
+    """A user's object, whose state contains text, an array and a tensor."""
 
     def __init__(self, text):
         self.text = text
 
     def get_state(self):
-        return {"text": self.text, "most significant byte first": np.arange(3, dtype=">i4")}
+        import keras
+
+        tensor = keras.ops.arange(3, dtype="uint8")
+        return {
+            "text": self.text,
+            "most significant byte first": np.arange(3, dtype=">i4"),
+            "tensors": [tensor],
+        }
 
     def set_state(self, state):
+        import keras
+
+        (tensor,) = state["tensors"]
+        assert keras.ops.is_tensor(tensor) and keras.backend.standardize_dtype(tensor.dtype) == "uint8"
+        np.testing.assert_array_equal(keras.ops.convert_to_numpy(tensor), np.arange(3))
         self.text = state["text"]
         np.testing.assert_array_equal(state["most significant byte first"], np.arange(3))
 
@@ -205,6 +217,25 @@ def test_layers_compute_with_what_they_were_adapted_to(backend, tmp_path):
     for found in (restored, evaluated):
         for values, expected in zip(found, saved, strict=True):
             np.testing.assert_array_equal(values, expected)
+
+
+def in_worker_random_generator(folder):
+    import torch
+
+    import kdist
+
+    generator = torch.Generator()
+    checkpoint = kdist.Checkpoint(generator=generator)
+    path = checkpoint.save(folder, asynchronous=False)
+    following = torch.rand(3, generator=generator).tolist()
+    checkpoint.restore(path).assert_consumed()
+    return following, torch.rand(3, generator=generator).tolist()
+
+
+@pytest.mark.kills("checkpoint_state_as_numpy")
+def test_a_generator_of_pytorch_continues_after_a_restore(tmp_path):
+    ((following, again),) = run("torch", 1, in_worker_random_generator, str(tmp_path))
+    assert again == following
 
 
 def in_worker_wrapped(folder):

@@ -38,6 +38,10 @@ def test_results_in_order(capfd):
     assert sorted(capfd.readouterr().out.splitlines()) == [f"[worker {i}] hello" for i in range(3)]
 
 
+def test_a_function_can_refer_to_the_function_that_starts_it():
+    assert kdist.launch(lambda: callable(kdist.launch), num_workers=1, timeout=TIMEOUT) == [True]
+
+
 def test_workers_of_a_function_say_no_plan_unless_they_are_asked_to(monkeypatch):
     def level():
         return os.environ["KDIST_LOG"]
@@ -109,6 +113,9 @@ def test_wrong_arguments():
         kdist.launch(print, timeout=0)
     with pytest.raises(BackendError, match="backend"):
         kdist.launch(print, backend="nosuch")
+    for env in ({"A": None}, {"A B": 1}, {"A": "\0"}, {1: 1}):
+        with pytest.raises(InvalidArgumentError, match="`env` contains a variable with an invalid name or v"):
+            kdist.launch(print, num_workers=1, env=env)
     with pytest.raises(InvalidArgumentError, match="pickled"):
         kdist.launch(print, args=(threading.Lock(),))
 
