@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,10 @@ _FEW = 2
 _MOMENT = 0.01
 # The next message is sent when this many agreed steps are left. Messages travel while these steps run.
 _LEFT = 1
+# Seconds that the process waits at its exit for a read that has begun.
+_PATIENCE_AT_EXIT = 1.0
+
+_open: weakref.WeakSet[Steps] = weakref.WeakSet()
 
 
 @dataclass
@@ -95,6 +101,7 @@ class Steps:
         self._all_are_ahead = False
         self._waiting_pays = True
         self._on_its_way: Callable[[], list[bytes]] | None = None
+        _open.add(self)
 
     def __iter__(self) -> Iterator[Step]:
         return iter(self.next, None)
@@ -246,6 +253,14 @@ class Steps:
                 "worker.",
             )
         return [stop - first for first, stop in even_split(counts[0], self._runtime.num_replicas)]
+
+
+@atexit.register
+def _close_all() -> None:
+    """Closes all pipelines while their code can run. A thread that Python ends later can abort JAX."""
+    for steps in list(_open):
+        steps._on_its_way = None  # the other workers may send theirs only much later
+        steps._pipeline.close(_PATIENCE_AT_EXIT)
 
 
 def _words(error: BaseException) -> str:

@@ -55,6 +55,7 @@ class Prefetch:
     def __init__(self, items: Iterator[object], depth: int) -> None:
         self._depth = depth
         self._end: End | None = None
+        self._is_closed = False
         if depth == 0:
             self._items = items
             return
@@ -90,8 +91,11 @@ class Prefetch:
             return _read_one(self._items)
         return self._queue.get(block=wait != 0.0, timeout=wait or None)
 
-    def close(self) -> None:
-        """Stops the thread and closes the pipeline."""
+    def close(self, patience: float = 10.0) -> None:
+        """Stops the thread and closes the pipeline. Waits up to `patience` seconds for a read that has begun."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._end = End()
         if not self._depth:
             _close(self._items)
@@ -101,7 +105,7 @@ class Prefetch:
             while True:  # wakes the thread if the queue is full
                 self._queue.get_nowait()
         if self._thread is not threading.current_thread():
-            self._thread.join(10.0)
+            self._thread.join(patience)
 
     def __del__(self) -> None:
         if hasattr(self, "_closed"):

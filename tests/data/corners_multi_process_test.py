@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import queue
 import random
+import sys
 import threading
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from tests.data.fit_multi_process_test import LIMIT, new_model
 from tests.helpers.data import in_batches, loader, make_data, py_dataset
 from tests.helpers.processes import each_backend, run, strategy
+from tests.helpers.scripts import Script
 
 
 def numbers(batches):
@@ -206,6 +208,36 @@ def in_worker_stop_early():
 @each_backend
 def test_no_thread_is_left_after_an_early_end(backend):
     assert run(backend, 2, in_worker_stop_early) == [0, 0]
+
+
+# The process ends while one pipeline waits for space, one reads forever, and one needs no thread.
+UNFINISHED = """
+import itertools, threading
+import numpy as np
+import kdist
+
+class Batches:
+    def __init__(self, numbers):
+        self.numbers = numbers
+    def __iter__(self):
+        for _ in self.numbers:
+            yield np.ones((4, 2))
+        threading.Event().wait()
+
+strategy = kdist.MultiWorkerMirroredStrategy()
+datasets = Batches(itertools.count()), Batches([1, 2]), iter(Batches(itertools.count()))
+iterators = [iter(strategy.experimental_distribute_dataset(dataset)) for dataset in datasets]
+print([next(iterator).shape[0] for iterator in iterators])
+"""
+
+
+@pytest.mark.kills(data_not_closed_at_exit="[torch]")
+@each_backend
+def test_a_process_can_end_with_unfinished_iterators(backend, tmp_path):
+    # Not forked, because forks of tests do not delete the modules.
+    script = Script(tmp_path, "unfinished", UNFINISHED, {"KERAS_BACKEND": backend}, [sys.executable]).finish()
+    assert script.stdout() == "[4, 4, 4]\n"
+    assert "Traceback" not in script.stderr()
 
 
 def in_worker_differ(what):
