@@ -53,7 +53,9 @@ def distribute_dataset(runtime: Runtime, dataset: object, options: InputOptions)
         _share_seed(runtime, source)
     read = read_global if is_global else read_pieces
     num_steps = _longest(runtime, num_batches) if is_global else None
-    return _dataset(runtime, [source], functools.partial(read, source), num_steps, options, is_global)
+    pipelines = 1 if is_global else runtime.num_workers
+    read = functools.partial(read, source)
+    return _dataset(runtime, [source], read, num_steps, options, pipelines, is_global)
 
 
 def distribute_from_function(
@@ -84,7 +86,8 @@ def distribute_from_function(
 
     sources, num_steps, are_unbatched = read_on_all(runtime, "The dataset_fn", call)
     num_steps = _longest(runtime, num_steps, are_unbatched)
-    return _dataset(runtime, sources, functools.partial(read_per_replica, sources), num_steps, options)
+    read = functools.partial(read_per_replica, sources)
+    return _dataset(runtime, sources, read, num_steps, options, pipelines)
 
 
 def _dataset(
@@ -93,6 +96,7 @@ def _dataset(
     read: Callable[[Runtime, int, int], Iterator[WorkerBatch]],
     num_steps: int | None,
     options: InputOptions,
+    num_pipelines: int,
     is_global: bool = False,
 ) -> DistributedDataset:
     if not all(source.can_read_ahead for source in sources):  # the user may continue to use a generator
@@ -105,6 +109,7 @@ def _dataset(
         is_infinite=any(source.is_infinite for source in sources),
         inner_shapes=sources[0].inner_shapes,
         sources=sources,
+        num_pipelines=num_pipelines,
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kdist.backends.contract import Runtime
+from kdist.cluster.logs import logger
 from kdist.context import current_replica, in_function
 from kdist.errors import DatasetError, InvalidArgumentError, OutOfRangeError, StrategyScopeError
 from kdist.values import regroup
@@ -41,6 +42,7 @@ class DistributedDataset:
         is_infinite: bool,
         inner_shapes: list[Shape] | None = None,
         sources: Sequence[Source] = (),
+        num_pipelines: int = 1,
     ) -> None:
         self._runtime = runtime
         self._open_at = open_at  # takes an epoch and a step
@@ -58,6 +60,8 @@ class DistributedDataset:
         """The pipelines that this worker reads."""
         self.inner_shapes = inner_shapes
         """The row shape of each array, with `None` for varying axes. `None` to use the first batch."""
+        self.num_pipelines = num_pipelines
+        """The number of pipelines with different rows. 1 for global batches."""
 
     def __len__(self) -> int:
         if self.num_steps is None:
@@ -125,7 +129,7 @@ class DistributedDataset:
         """Returns the position of the newest iterator: its epoch, and the steps consumed in this epoch.
 
         It is JSON-compatible and equal on all workers. A new dataset, created in the same way, resumes there
-        after `set_state`. The number of workers must be the same, unless the dataset has global batches.
+        after `set_state`. If the dataset has no global batches, the number of workers must be the same.
         """
         return self._in_epoch(self._next if self._newest is None else self._newest)
 
@@ -136,15 +140,27 @@ class DistributedDataset:
             state: The result of `get_state`, in this or another process.
 
         Raises:
-            InvalidArgumentError: If `state` does not consist of an epoch and a step, both integers from 0.
+            InvalidArgumentError: If `state` does not consist of integers from 0: an epoch, a step, and the number of
+                pipelines.
         """
-        if set(state) != {"epoch", "step"} or any(not isinstance(v, int) or v < 0 for v in state.values()):
+        is_whole = all(isinstance(value, int) and value >= 0 for value in state.values())
+        if set(state) | {"pipelines"} != {"epoch", "step", "pipelines"} or not is_whole:
             raise InvalidArgumentError(
-                "The state of the dataset does not consist of an epoch and a step.",
+                "The state of the dataset does not consist of an epoch, a step and a number of pipelines.",
                 received={"state": dict(state)},
                 hint="Pass the result of `get_state()`.",
             )
         self._next, self._newest = self._in_epoch(state), None
+        saved, here = state.get("pipelines", self.num_pipelines), self.num_pipelines
+        if saved != here and self._next["step"] and self._runtime.worker_index == 0:
+            logger.warning(
+                "the dataset had %d pipelines when its position was saved, and now has %d. %d steps of the epoch were "
+                "consumed before, so this epoch repeats or skips rows.\n"
+                "To resume with the same rows, start the same number of workers.",
+                saved,
+                here,
+                self._next["step"],
+            )
         if self._peeked is not None:
             self._peeked.close()
             self._peeked = None
@@ -153,7 +169,8 @@ class DistributedDataset:
         """Replaces the position after the last step with the start of the next epoch."""
         epoch, step = position["epoch"], position["step"]
         ended = self.num_steps is not None and 0 < self.num_steps <= step
-        return {"epoch": epoch + 1, "step": 0} if ended else {"epoch": epoch, "step": step}
+        epoch, step = (epoch + 1, 0) if ended else (epoch, step)
+        return {"epoch": epoch, "step": step, "pipelines": self.num_pipelines}
 
     def _note_spec(self, part: Structure) -> None:
         if self._element_spec is None:

@@ -93,5 +93,5 @@ def _restore(path, model):
     checkpoint.restore(path).assert_consumed()
     assert (checkpoint.epoch, checkpoint.best, checkpoint.save_counter) == (3, (0.5, None), 1)
     assert checkpoint.table["rows"].tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert dataset.get_state() == {"epoch": 0, "step": 1}
+    assert dataset.get_state() == {"epoch": 0, "step": 1, "pipelines": 1}
     return values_of(model)

@@ -150,9 +150,9 @@ def in_worker_position_after_fit(kind):
 @pytest.mark.parametrize("kind", ["list", "PyDataset"])
 def test_the_position_after_an_epoch_of_fit(backend, kind):
     for state, steps, end in run(backend, 2, in_worker_position_after_fit, kind):
-        assert state == {"epoch": 2, "step": 0}
+        assert state == {"epoch": 2, "step": 0, "pipelines": 1}
         assert steps == 3
-        assert end == {"epoch": 3, "step": 0}
+        assert end == {"epoch": 3, "step": 0, "pipelines": 1}
 
 
 def in_worker_prepared_in_time():

@@ -42,8 +42,8 @@ def test_the_iterator(backend):
         assert spec == [((None, 3), "float32"), ((None, 1), "float32")]
         np.testing.assert_array_equal(first, x[2 * index : 2 * index + 2])
         np.testing.assert_array_equal(last, x[8 + index : 9 + index])
-        assert state == {"epoch": 0, "step": 2}
-        assert end == {"epoch": 1, "step": 0}
+        assert state == {"epoch": 0, "step": 2, "pipelines": 1}
+        assert end == {"epoch": 1, "step": 0, "pipelines": 1}
         assert rows == [2, 2, 1]
 
 
@@ -128,19 +128,19 @@ def test_positions_belong_to_iterators(backend, kind):
         assert found[:4] == [second[:2], first[1:2], second[2:], first[2:]]
         assert found[4:] == [second[1:], third, third[2:]]
         states = json.loads(states)
-        assert states["after a peek"] == {"epoch": 0, "step": 1}
+        assert states["after a peek"] == {"epoch": 0, "step": 1, "pipelines": 1}
         assert states["of both"] == [
-            {"epoch": 1, "step": 0},
-            {"epoch": 2, "step": 0},
-            {"epoch": 2, "step": 0},
+            {"epoch": 1, "step": 0, "pipelines": 1},
+            {"epoch": 2, "step": 0, "pipelines": 1},
+            {"epoch": 2, "step": 0, "pipelines": 1},
         ]
-        assert states["begun"] == {"epoch": 2, "step": 2}
-        assert states["set"] == {"epoch": 1, "step": 1}
+        assert states["begun"] == {"epoch": 2, "step": 2, "pipelines": 1}
+        assert states["set"] == {"epoch": 1, "step": 1, "pipelines": 1}
     # The position of global batches is valid for other processes, and for another number of processes.
     (rest, end), *_ = run(backend, 1, in_worker_resume_alone, kind, json.dumps(states["begun"]))
     halves = [epochs[2][2:] for epochs, _, _ in workers]
     assert rest == [first + second for first, second in zip(*halves, strict=True)]
-    assert end == {"epoch": 3, "step": 0}
+    assert end == {"epoch": 3, "step": 0, "pipelines": 1}
 
 
 def in_worker_resume_alone(kind, state):
@@ -154,6 +154,34 @@ def local(element):
     import keras
 
     return [keras.ops.convert_to_numpy(part) for part in strategy().experimental_local_results(element)]
+
+
+def in_worker_other_pipelines():
+    """Returns the numbers of warnings of states, for a dataset with a pipeline per worker and a global one."""
+    from unittest import mock
+
+    from kdist.data import distributed_dataset
+
+    batches = [np.zeros((2, 1))] * 3
+    own = strategy().distribute_datasets_from_function(lambda _: batches)
+    read(own, 2)
+    saved = json.loads(json.dumps(own.get_state()))
+    warnings = []
+    for dataset in (own, strategy().experimental_distribute_dataset(batches)):
+        for state in (saved, {**saved, "pipelines": 1}, {"epoch": 0, "step": 2}, {**saved, "step": 0}):
+            with mock.patch.object(distributed_dataset, "logger") as logger:
+                dataset.set_state(state)
+            warnings.append(logger.warning.call_count)
+    return saved, warnings
+
+
+@pytest.mark.kills(data_other_pipelines_unnoticed="[torch]")
+@each_backend
+def test_a_position_of_another_number_of_pipelines_warns(backend):
+    (saved, chief), (_, other) = run(backend, NUM_WORKERS, in_worker_other_pipelines)
+    assert saved == {"epoch": 0, "step": 2, "pipelines": 2}
+    assert chief == [0, 1, 0, 0, 1, 0, 0, 0]
+    assert other == [0] * 8
 
 
 def in_worker_cannot_go_back():

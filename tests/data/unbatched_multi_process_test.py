@@ -90,7 +90,7 @@ def check(results, lengths, local, kind):
         assert spec == [((3,), "float32"), ((), "int32")]
         expected = elements(steps * local, 10 * rank)
         assert found == [[x.tolist(), i, float(i * x.sum())] for x, i in expected]
-        assert again == steps and state == {"epoch": 2, "step": 0}
+        assert again == steps and state == {"epoch": 2, "step": 0, "pipelines": len(results)}
 
 
 @pytest.mark.parametrize(("backend", "kind"), CASES, scope="module")

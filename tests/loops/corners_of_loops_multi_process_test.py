@@ -30,7 +30,7 @@ def in_worker_empty(num_replicas):
 
     empty = s.experimental_distribute_dataset([])
     found = [float(total(empty)) for _ in range(2)]
-    assert empty.get_state() == {"epoch": 2, "step": 0}
+    assert empty.get_state() == {"epoch": 2, "step": 0, "pipelines": 1}
     ended = iter(s.experimental_distribute_dataset([np.ones((6, 1), "float32")]))
     next(ended)
 
