@@ -133,16 +133,18 @@ class BackupAndRestore(keras.callbacks.Callback):
             self._save()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, object] | None = None) -> None:
-        """Saves a backup if `save_freq` is `"epoch"`."""
-        if self.save_freq == "epoch":
+        """Saves a backup if `save_freq` is `"epoch"`. Saves and exits if a worker will be terminated."""
+        if self._watch is not None and self._watch.must_leave():
+            self._watch.leave(self._save_now)
+        elif self.save_freq == "epoch":
             self._save()
 
     def on_train_end(self, logs: Mapping[str, object] | None = None) -> None:
         """Waits for the last backup, and deletes all backups if `delete_checkpoint` is set."""
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
         self._manager.wait()
+        if self._watch is not None:
+            self._watch.end()
+            self._watch = None
         if self.delete_checkpoint:
             _delete_all(self._manager)
             _ended[self._manager.directory] += 1

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from kdist.backends.contract import Runtime
 from kdist.checkpoint.checkpoint import Checkpoint
+from kdist.checkpoint.folders import gather_from
 from kdist.checkpoint.manager import CheckpointManager
 from kdist.cluster import logs
 from kdist.errors import InvalidArgumentError, check_positive
@@ -74,6 +75,7 @@ class TerminationWatch:
     """Detects a termination, so that all workers (without a runtime: this process) exit at the same step."""
 
     def __init__(self, runtime: Runtime | None, config: TerminationConfig) -> None:
+        self._runtime = runtime
         self._config = config
         self._exchange = RegularExchange(runtime, _EXCHANGE_SECONDS)
         self._noticed: float | None = None
@@ -90,12 +92,19 @@ class TerminationWatch:
                 "Pass a termination_watcher_fn to kdist.experimental.TerminationConfig."
             )
 
-    def must_leave(self, num_steps: int) -> bool:
-        """Returns whether all workers save and exit after `num_steps` steps. The result is equal on all."""
-        if not self._exchange.is_due(num_steps):
+    def must_leave(self, num_steps: int | None = None) -> bool:
+        """Returns whether all workers save and exit. The result is equal on all.
+
+        After a step, pass the number of steps, because the workers ask each other only after some steps.
+        """
+        if num_steps is not None and not self._exchange.is_due(num_steps):
             return False
-        since = None if self._noticed is None else time.monotonic() - self._noticed
-        said = [seconds for seconds in self._exchange.exchange(num_steps, since) if seconds is not None]
+        mine = None if self._noticed is None else time.monotonic() - self._noticed
+        if num_steps is None:
+            everyone = gather_from(self._runtime, mine)
+        else:
+            everyone = self._exchange.exchange(num_steps, mine)
+        said = [seconds for seconds in everyone if seconds is not None]
         return bool(said) and max(said) >= (self._config.grace_period or 0.0)
 
     def leave(self, save: Callable[[], object]) -> None:
@@ -114,6 +123,13 @@ class TerminationWatch:
         if self._earlier is not None:
             signal.signal(signal.SIGTERM, self._earlier)
             self._earlier = None
+
+    def end(self) -> None:
+        """Stops watching. If SIGTERM came after the last `must_leave`, it has its usual effect now."""
+        is_late = self._earlier is not None and self._noticed is not None and not self._config.grace_period
+        self.close()
+        if is_late:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._noticed is None:
@@ -229,7 +245,8 @@ class PreemptionCheckpointHandler:
         """Checks for a termination until the end of a `with` block. Without a block, `run` always checks."""
         try:
             yield
-            self._leave_if_told()
+            if self._watches and self._watch.must_leave():
+                self._watch.leave(self._save)
         finally:
             self.close()
 

@@ -14,6 +14,7 @@ from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.data import make_data
 from tests.helpers.models import network
 from tests.helpers.processes import each_backend, run, strategy
+from tests.helpers.scripts import Script
 
 
 class Left(Exception):
@@ -82,6 +83,63 @@ def test_sigterm_on_one_worker_lets_all_save_and_leave_at_the_same_step(backend:
         assert is_restored, "SIGTERM means again what it meant before"
         assert_close(again, whole)
     assert results[0][1] == results[1][1]
+
+
+def preempted_in_the_last_validation(folder: str) -> Any:
+    import keras
+
+    import kdist
+
+    def terminate(logs: Any) -> None:
+        if int(os.environ["RANK"]) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    backup = {
+        "backup_dir": folder,
+        "save_freq": False,
+        "termination_config": kdist.experimental.TerminationConfig(exit_fn=leave),
+    }
+    arguments = {**data(), "epochs": 1, "validation_data": (data()["x"], data()["y"])}
+    whole = make_model(1)
+    with pytest.raises(Left):
+        terminated = keras.callbacks.LambdaCallback()
+        terminated.on_test_begin = terminate
+        whole.fit(**arguments, callbacks=[terminated, kdist.callbacks.BackupAndRestore(**backup)])
+    rest = callback_at(1000, 0, None)
+    again = make_model(2)
+    again.fit(**arguments, callbacks=[rest, kdist.callbacks.BackupAndRestore(**backup)])
+    return [[np.array(w) for w in model.get_weights()] for model in (whole, again)], rest.steps
+
+
+@pytest.mark.kills(preemption_after_the_last_step_lost="[torch]")
+@each_backend
+def test_sigterm_after_the_last_step_is_not_lost(backend: str, tmp_path: Path) -> None:
+    for (whole, again), steps in run(backend, 2, preempted_in_the_last_validation, str(tmp_path)):
+        assert steps == [], "the backup is from the end"
+        assert_close(again, whole)
+
+
+TERMINATED = """
+import os, signal
+import keras, kdist, numpy as np
+
+x = np.ones((4, 2))
+strategy = kdist.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+backup = kdist.callbacks.BackupAndRestore("backup", save_before_preemption=True)
+terminate = lambda logs: os.kill(os.getpid(), signal.SIGTERM)
+model.fit(x, x[:, :1], verbose=0, callbacks=[keras.callbacks.LambdaCallback(on_train_end=terminate), backup])
+print("not terminated")
+"""
+
+
+@pytest.mark.kills("preemption_at_the_end_of_fit_lost")
+def test_sigterm_at_the_end_of_fit_is_not_lost(tmp_path: Path) -> None:
+    script = Script(tmp_path, "terminated", TERMINATED, {"KERAS_BACKEND": "torch"})
+    assert script.finish(code=-signal.SIGTERM).stdout() == ""
+    assert (tmp_path / "backup" / "ckpt-1" / "index.json").exists()
 
 
 def handled(folder: str) -> Any:
@@ -169,6 +227,25 @@ def terminated() -> Any:
 @pytest.mark.xdist_group("pool-torch")
 def test_the_exit_code_says_that_the_job_may_go_on() -> None:
     assert run("torch", 1, terminated) == [(False, True, 75, [True])]
+
+
+def terminated_in_the_last_step(folder: str) -> list[str]:
+    import kdist
+
+    config = kdist.experimental.TerminationConfig(exit_fn=leave)
+    handler = kdist.experimental.PreemptionCheckpointHandler(
+        None, kdist.Checkpoint(step=0), folder, termination_config=config
+    )
+    with pytest.raises(Left), handler.watch_preemption_scope():
+        handler.run(lambda: None)
+        handler.run(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    return os.listdir(folder)
+
+
+@pytest.mark.kills("preemption_at_the_end_of_a_loop_lost")
+@pytest.mark.xdist_group("pool-torch")
+def test_sigterm_in_the_last_step_of_a_loop_is_not_lost(tmp_path: Path) -> None:
+    assert run("torch", 1, terminated_in_the_last_step, str(tmp_path)) == [["ckpt-1"]]
 
 
 def terminated_with_a_grace_period() -> Any:
