@@ -21,6 +21,17 @@ class Cancelled(StrategyScopeError):
     """The function will not run, because an earlier function failed or training has ended."""
 
 
+class NotDone(StrategyScopeError):
+    """A function cannot be sent to a worker yet, because it needs the result of another function."""
+
+    def __init__(self, result: Result) -> None:
+        super().__init__(
+            "The function needs the result of another function, which is not done.",
+            hint="Wait for the other function first: coordinator.join()",
+        )
+        self.result = result
+
+
 class Result(RemoteValue):
     """The result of a closure, which may still be running."""
 
@@ -28,6 +39,11 @@ class Result(RemoteValue):
         self._done = threading.Event()
         self._value: object = None
         self._error: BaseException | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the value or the error is set."""
+        return self._done.is_set()
 
     def set(self, value: object, error: BaseException | None = None) -> None:
         """Sets the value, or the error."""
@@ -60,6 +76,7 @@ class Closure:
     kwargs: Mapping[str, object]
     result: Result
     done: Callable[[Any], None] | None = None  # receives the result, in the thread that drives the worker
+    needs: Result | None = None  # which must be done first
 
 
 class Staleness:
@@ -142,18 +159,21 @@ class Closures:
     def take(self, timeout: float) -> Closure | None:
         """Returns the next closure to run, or `None` if there is none within `timeout` seconds."""
         with self._changed:
-            begins = self._changed.wait_for(lambda: self._closed or self._begins(), timeout)
-            if self._closed or not begins:
+            closure = self._changed.wait_for(lambda: self._closed or self._begin(), timeout)
+            if not isinstance(closure, Closure):
                 return None
-            closure = self._waiting.popleft()
+            self._waiting.remove(closure)
             self._running[closure] = None
             return closure
 
-    def _begins(self) -> bool:
-        return bool(self._waiting) and self._staleness.begin(self._waiting[0])
+    def _begin(self) -> Closure | None:
+        for closure in self._waiting:
+            if closure.needs is None or closure.needs.is_done:
+                return closure if self._staleness.begin(closure) else None
+        return None
 
     def again(self, closure: Closure) -> None:
-        """Puts a closure back at the front, because its worker was lost or its optimizer had no variables."""
+        """Puts a closure back at the front, because it could not run yet or its worker was lost."""
         with self._changed:
             self._end(closure)
             if self._error is None:
@@ -200,14 +220,17 @@ class Closures:
 
     def cancel(self) -> None:
         """Drops the pending closures, and waits for the running closures."""
+        error = Cancelled(
+            "The function was canceled, because the training that scheduled it has ended.",
+            hint="Wait for the function before training ends: coordinator.join()",
+        )
+
+        def are_gone() -> bool:
+            self._drop(error)  # again, because a running closure can be put back
+            return not self._running or self._lasting is not None
+
         with self._changed:
-            self._drop(
-                Cancelled(
-                    "The function was canceled, because the training that scheduled it has ended.",
-                    hint="Wait for the function before training ends: coordinator.join()",
-                )
-            )
-            self._changed.wait_for(lambda: not self._running or self._lasting is not None)
+            self._changed.wait_for(are_gone)
             self._error = self._lasting
 
     def close(self) -> None:

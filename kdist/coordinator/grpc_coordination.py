@@ -27,7 +27,7 @@ from kdist.cluster.roles import ServerCluster
 from kdist.cluster.secret import job_secret
 from kdist.context import StrategyLike
 from kdist.coordinator import shipping
-from kdist.coordinator.closures import Closure, Closures, Recent
+from kdist.coordinator.closures import Closure, Closures, NotDone, Recent, Result
 from kdist.coordinator.group import Group
 from kdist.coordinator.optimizers import Optimizers
 from kdist.coordinator.placement import place
@@ -203,6 +203,8 @@ class GrpcCoordination(Coordination):
         if isinstance(obj, OwnValues):
             return shipping.own_value_here, (obj.number,)
         if isinstance(obj, RemoteValue):
+            if isinstance(obj, Result) and not obj.is_done:
+                raise NotDone(obj)  # this thread may have to compute it
             return _itself, (obj.fetch(),)
         if isinstance(obj, keras.optimizers.Optimizer) and not self._synchronous:
             return self.optimizers.reduced(obj)
@@ -231,6 +233,10 @@ class GrpcCoordination(Coordination):
                 worker.is_ready = False
                 if closure is not None:
                     self.closures.again(closure)
+            except NotDone as error:
+                assert closure is not None
+                closure.needs = error.result
+                self.closures.again(closure)
             except BaseException as error:
                 if closure is None:
                     self.closures.fail(error)

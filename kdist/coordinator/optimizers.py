@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import weakref
@@ -18,6 +19,7 @@ from kdist.errors import UnsupportedError
 
 NUMBER = "_kdist_number"
 """The attribute of an optimizer with the number by which the servers identify it."""
+_PLAIN = (bool, float, int, str, type(None))
 
 
 @dataclasses.dataclass(eq=False)
@@ -53,14 +55,17 @@ class Optimizers:
     def _register(self, optimizer: keras.optimizers.Optimizer, number: int) -> None:
         trained = list(optimizer._trainable_variables)
         self.give(trained)
-        homes: dict[str, Home] = {}
+        homes: dict[str, list[Home]] = {}  # several variables can have the same path
+        counts = collections.Counter[tuple[str, str]]()
         for variable in trained:
             home = _home(variable)
-            homes.setdefault(variable.path, home)
+            homes.setdefault(variable.path, []).append(home)
             if home.placement.num_shards > 1:
                 _check_divided(optimizer, variable)
         for variable in optimizer.variables:
-            owner = homes.get(keras_hooks.owner_path(variable))
+            path = keras_hooks.owner_path(variable)
+            owner = next(itertools.islice(homes.get(path, ()), counts[path, variable.name], None), None)
+            counts[path, variable.name] += 1
             if owner is not None and tuple(variable.shape) == owner.placement.shape:
                 self._move(variable, owner.placement)
             else:
@@ -144,7 +149,14 @@ def _check_divided(optimizer: keras.optimizers.Optimizer, variable: keras.Variab
 
 def _unbuilt(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """Returns an unbuilt copy of an optimizer, without clipping if the workers clip the gradients."""
-    config = optimizer.get_config() | {"learning_rate": keras_hooks.learning_rate(optimizer)}
+    state = vars(optimizer)
+    described = object.__new__(type(optimizer))
+    vars(described).update(state, _learning_rate=0.0)  # a custom schedule may have no `get_config`
+    config = described.get_config() | {"learning_rate": keras_hooks.learning_rate(optimizer)}
     if not optimizer.gradient_accumulation_steps:
-        config |= dict.fromkeys(("clipnorm", "global_clipnorm", "clipvalue"))
-    return type(optimizer).from_config(config)
+        config |= dict.fromkeys(("clipnorm", "global_clipnorm", "clipvalue", "loss_scale_factor"))
+    copy = type(optimizer).from_config(config)
+    if keras_hooks.is_own(optimizer):  # its `get_config` may omit attributes
+        left = state.keys() & vars(copy).keys() - {*config, "built"}
+        vars(copy).update({name: state[name] for name in left if isinstance(state[name], _PLAIN)})
+    return copy

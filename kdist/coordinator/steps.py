@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -59,7 +60,19 @@ class TrainStep:
     any_rows = True
 
     def __init__(self, model: keras.Model) -> None:
-        self.model = model
+        # The session of the model contains this step, and would keep the model alive.
+        self._model: Callable[[], Any] = weakref.ref(model)
+
+    def __getstate__(self) -> keras.Model:
+        return self.model
+
+    def __setstate__(self, model: keras.Model) -> None:
+        self._model = lambda: model  # on a worker, only this step has the model
+
+    @property
+    def model(self) -> keras.Model:
+        """The model."""
+        return self._model()
 
     def __call__(self, batches: Sequence[object]) -> object:
         strategy: Any = keras_hooks.strategy_of(self.model)

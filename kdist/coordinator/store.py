@@ -16,6 +16,7 @@ from kdist.arrays.rows import to_host
 from kdist.backends.coordination import Engine
 from kdist.coordinator import shipping
 from kdist.coordinator.rpc import Message
+from kdist.coordinator.served import is_sum
 
 _OK: Message = ({}, ())
 
@@ -123,7 +124,10 @@ class ParameterStore:
         return _OK
 
     def commit(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
-        """Applies the updates of a closure once: gradients for optimizers, differences, and values."""
+        """Applies the updates of a closure once: gradients for optimizers, differences, and values.
+
+        A value with a base is also a difference. However, it is exact if no other worker has changed the base.
+        """
         closure = tuple(header["closure"])
         found = iter(arrays)
         with self._lock:
@@ -138,8 +142,14 @@ class ParameterStore:
                 self._apply(one["optimizer"], [key for key, _ in one["keys"]], values)
             for key in header["differences"]:
                 self._write(key, to_host(self._parts[key].variable.value) + next(found))
+            bases = {key: next(found) for key in header["bases"]}
             for key in header["values"]:
-                self._write(key, next(found))
+                new = next(found)
+                if (base := bases.get(key)) is not None:
+                    now = to_host(self._parts[key].variable.value)
+                    with np.errstate(all="ignore"):  # only elements that another worker has changed are sums
+                        new = np.where((now == base) | ~is_sum(base, new), new, now + (new - base))
+                self._write(key, new)
             self._made.add(closure)
             self._oldest = max(self._oldest, header["oldest"])
             self._made = {one for one in self._made if one[0] >= self._oldest}
@@ -159,7 +169,8 @@ class ParameterStore:
             self._engine.apply(optimizer, gradients, [self._parts[key].variable for key in keys])
         else:  # no gradient is for a part on this server, but the step counters of all servers must agree
             keras_hooks.count_step(optimizer)
-        touched = {id(variable) for variable in optimizer.variables}
+        overwritten = optimizer._trainable_variables if optimizer.ema_overwrite_frequency else []
+        touched = {id(variable) for variable in [*optimizer.variables, *overwritten]}
         for key, part in self._parts.items():
             if key in keys or id(part.variable) in touched:
                 part.version = self._clock

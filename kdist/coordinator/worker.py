@@ -20,7 +20,7 @@ from kdist.coordinator import shipping
 from kdist.coordinator.closures import Recent
 from kdist.coordinator.optimizers import NUMBER
 from kdist.coordinator.rpc import Message, Peer, PeerLost
-from kdist.coordinator.served import Home, Record, Served
+from kdist.coordinator.served import Home, Record, Served, is_sum
 from kdist.errors import StrategyScopeError
 from kdist.strategies.running import RunOptions
 from kdist.strategies.strategy import Strategy
@@ -221,12 +221,20 @@ class Task(SessionTask):
 
     def commit(self, gradients: Sequence[Mapping[str, Any]]) -> None:
         """Sends gradients and other changes of variables to the servers."""
-        # Booleans cannot be subtracted, so their values are sent.
         changed = [(record, record.value()) for record in self.served.changed()]
-        values = [(record, new) for record, new in changed if new.dtype == bool]
-        differences = [(record, new - record.pulled) for record, new in changed if new.dtype != bool]
         if not changed and not gradients:
             return
+        told: dict[str, list[tuple[Home, np.ndarray]]] = {"differences": [], "bases": [], "values": []}
+        for record, new in changed:
+            base, home, variable = record.pulled, record.home, record.variable()
+            assert base is not None and variable is not None
+            # Booleans cannot be subtracted. Differences of weights are usually small, so rounding does not matter.
+            if new.dtype != bool and is_sum(base, new, 0.01 if variable.trainable else 0.0).all():
+                told["differences"].append((home, new - base))
+                continue
+            if new.dtype != bool:
+                told["bases"].append((home, base))
+            told["values"].append((home, new))
         closure = [self._closure[0], next(self._commits)]
         headers: list[dict[str, Any]] = [
             {"closure": closure, "oldest": self._closure[1], "gradients": []} for _ in self.servers
@@ -240,9 +248,8 @@ class Task(SessionTask):
                 for server, key, arrays in self.served.gradient_parts(record, to_host(gradient), which):
                     headers[server]["gradients"][-1]["keys"].append(key)
                     sent[server] += arrays
-        for name, found in (("differences", differences), ("values", values)):
-            told = [(record.home, value) for record, value in found]
-            for server, (keys, parts) in enumerate(self.served.by_server(told)):
+        for name, found in told.items():
+            for server, (keys, parts) in enumerate(self.served.by_server(found)):
                 headers[server][name] = keys
                 sent[server] += parts
         calls = [

@@ -68,7 +68,9 @@ def decays(optimizer: keras.Optimizer, variable: keras.Variable) -> bool:
 
 
 def clipped(optimizer: keras.Optimizer, gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Returns gradients after the clipping of an optimizer."""
+    """Returns gradients after an optimizer has removed the scale of the loss and has clipped them."""
+    if (scale := optimizer.loss_scale_factor) is not None:
+        gradients = [gradient / scale for gradient in gradients]
     return list(optimizer._clip_gradients(list(gradients)))
 
 
@@ -84,6 +86,10 @@ def hook_optimizers() -> None:
     ) -> object:
         if _taking.taker is not None:
             variables = trainable_variables or self._trainable_variables
+            if all(gradient is None for gradient in grads):
+                return (
+                    self._filter_empty_gradients(grads, variables) if grads else None
+                )  # raises Keras's error
             return _taking.taker(self, list(grads), list(variables))
         grads = _marked(grads)
         replica = running_replica()
@@ -190,7 +196,12 @@ def keeping_learning_rates(optimizer: keras.Optimizer | None) -> Iterator[None]:
 
 
 def count_step(optimizer: keras.Optimizer) -> None:
-    """Counts a step of an optimizer that has no variables to update."""
+    """Counts a step of an optimizer without gradients. As in Keras, moving averages change nevertheless."""
+    if optimizer.use_ema:
+        optimizer._update_model_variables_moving_average(optimizer._trainable_variables)
+        every = optimizer.ema_overwrite_frequency
+        if every and (int(optimizer.iterations) + 1) % every == 0:
+            optimizer._overwrite_model_variables_with_average_value(optimizer._trainable_variables)
     optimizer._iterations.assign_add(1)
 
 

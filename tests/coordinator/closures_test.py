@@ -142,6 +142,35 @@ def test_what_is_left_out_when_training_ends() -> None:
     assert results[0].fetch() == 1
 
 
+@pytest.mark.kills("servers_closure_left_after_its_training")
+def test_what_is_lost_when_training_ends_is_not_run_again() -> None:
+    closures, results, _ = added(1)
+    running = closures.take(0)
+    assert running
+    cancels = threading.Thread(target=closures.cancel)
+    cancels.start()
+    cancels.join(0.1)
+    closures.again(running)
+    cancels.join(10)
+    assert closures.done()
+    with pytest.raises(Cancelled, match="has ended"):
+        results[0].fetch()
+
+
+@pytest.mark.kills("servers_closure_before_the_result_that_it_needs")
+def test_what_needs_a_result_waits_for_it() -> None:
+    closures, results, _ = added(2)
+    first = closures.take(0)
+    assert first
+    first.needs = results[1]
+    closures.again(first)
+    second = closures.take(0)
+    assert second and second is not first
+    assert closures.take(0) is None
+    closures.end(second)
+    assert closures.take(0) is first
+
+
 def test_who_waits_for_a_closure_sees_the_end() -> None:
     closures, results, _ = added(1)
     closures.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 SCRIPT = """
 import faulthandler
 faulthandler.dump_traceback_later(150, exit=True)
-import gc, json, logging, sys, threading, time
+import contextlib, gc, json, logging, sys, threading, time
 import numpy as np
 import keras, kdist
 from kdist import keras_hooks
@@ -117,6 +117,8 @@ def results_of(number, function, *args):
         coordinator.join()
         return sorted(np.array(result).tolist() for result in coordinator.fetch(results))
     except Exception as raised:
+        with contextlib.suppress(Exception):
+            coordinator.join()  # for the errors of those that still ran
         return f"{type(raised).__name__}: {raised}"
 
 
@@ -290,7 +292,7 @@ if not is_native:
     with second.scope():
         another = keras.Variable(np.ones(3, "float32"))
     of_second = kdist.coordinator.ClusterCoordinator(second)
-    of_second.fetch([of_second.schedule(meet, args=(3, 1)) for _ in range(3)])
+    error("all workers", lambda: [of_second.schedule(meet, args=(3, 1)) for _ in range(3)] and of_second.join())
     all_begun.set()
     error("a function of the first that ends later", began_before.fetch)
     error("the first of two coordinators", scheduled, step, args=(slopes[0],))

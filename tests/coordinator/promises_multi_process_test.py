@@ -105,6 +105,7 @@ ERRORS = {
     "no list": r"InvalidArgumentError: .* partitioner [\s\S]*\nReceived: .*returned=2",
     "what is gone": r"CallFailed: ps \d .*KeyError",
     "a function of the first that ends later": r"StrategyScopeError.*one coordinator at a time",
+    "all workers": r"no error",
     "the first of two coordinators": r"StrategyScopeError.*one coordinator at a time",
     "synchronous in one process": r"InvalidArgumentError: Two workers .* in the same process\.",
 }
@@ -135,6 +136,7 @@ ON_OWN_SERVERS |= {
     "variables from outside",
     "what is gone",
     "a function of the first that ends later",
+    "all workers",
     "the first of two coordinators",
     "synchronous in one process",
 }

@@ -33,7 +33,14 @@ def pull(store: Any, keys: list[str], versions: list[int] | None = None) -> tupl
 
 def commit(store: Any, closure: int, oldest: int, **what: Any) -> Any:
     arrays = what.pop("arrays")
-    header = {"closure": [closure, 0], "oldest": oldest, "gradients": [], "differences": [], "values": []}
+    header = {
+        "closure": [closure, 0],
+        "oldest": oldest,
+        "gradients": [],
+        "differences": [],
+        "bases": [],
+        "values": [],
+    }
     return store.commit(header | what, arrays)[0]
 
 

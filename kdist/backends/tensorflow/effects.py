@@ -27,7 +27,7 @@ _LARGE = 16_384
 
 @dataclass
 class Write:
-    """A variable that a function has written, and whether the value is added to the server's."""
+    """A variable that a function has written, and whether its change is added to the server's value."""
 
     variable: keras.Variable
     is_addition: bool
@@ -147,9 +147,12 @@ class ClosureScope(NotesAdditions, keras.StatelessScope):
         for update, grads in self._updates:
             plan.add_update(update, grads)
         for write, value in self._written.values():
+            base = None
             if write.is_addition:
-                value = value - tf.cast(self._read[id(write.variable)], value.dtype)
-            plan.add_write(write, value)
+                base = tf.cast(self._read[id(write.variable)], value.dtype)
+                if write.variable.trainable or not value.dtype.is_floating:
+                    value, base = value - base, None
+            plan.add_write(write, value, base)
         return plan, plan.pack()
 
 
@@ -178,16 +181,18 @@ class Plan:
     def __init__(self) -> None:
         self.devices: list[str] = []
         """The device of each message."""
-        self._writes: list[tuple[Write, list[_Slot]]] = []
+        self._writes: list[tuple[Write, list[_Slot], list[_Slot] | None]] = []
         self._updates: list[tuple[Update, list[Sequence[_Slot | tuple[_Slot, _Slot]] | None]]] = []
         self._tensors: list[tf.Tensor] = []
         self._flat: dict[tuple[str, tf.DType], list[tuple[_Slot, tf.Tensor]]] = {}
         self._commit: Callable[[list[tf.Tensor]], None] | None = None
         self._lock = threading.Lock()
 
-    def add_write(self, write: Write, value: tf.Tensor) -> None:
+    def add_write(self, write: Write, value: tf.Tensor, base: tf.Tensor | None) -> None:
+        """Adds a write. Without a base, an addition's value is the difference."""
         native = keras_hooks.native_value(write.variable)
-        self._writes.append((write, self._dense(native, value)))
+        bases = None if base is None else self._dense(native, base)
+        self._writes.append((write, self._dense(native, value), bases))
 
     def add_update(self, update: Update, grads: Sequence[tf.Tensor | tf.IndexedSlices | None]) -> None:
         entries: list[Sequence[_Slot | tuple[_Slot, _Slot]] | None] = []
@@ -256,12 +261,16 @@ class Plan:
                     for v, entry in zip(update.variables, entries, strict=True)
                 ]
                 update.optimizer.apply(grads, update.variables)
-        for write, slots in self._writes:
+        for write, slots, bases in self._writes:
             native = keras_hooks.native_value(write.variable)
-            for shard, slot in zip(shards_of(native), slots, strict=True):
+            for index, (shard, slot) in enumerate(zip(shards_of(native), slots, strict=True)):
                 with tf.device(shard.device):
                     value = slot.of(messages)
-                    shard.assign(shard + value if write.is_addition else value)
+                    if bases is not None:
+                        value = _changed(tf.convert_to_tensor(shard), bases[index].of(messages), value)
+                    elif write.is_addition:
+                        value = shard + value
+                    shard.assign(value)
 
 
 class CommitScope(keras.StatelessScope):
@@ -342,6 +351,13 @@ class CommitScope(keras.StatelessScope):
                     with tf.device(shard.device):
                         rate = tf.cast(optimizer.learning_rate, shard.dtype)
                         shard.assign(shard - shard * tf.cast(optimizer.weight_decay, shard.dtype) * rate)
+
+
+def _changed(now: tf.Tensor, base: tf.Tensor, new: tf.Tensor) -> tf.Tensor:
+    """Adds the change from `base` to `new`. It is `new` if no other worker changed the base, or if it is not a sum."""
+    difference = new - base
+    is_sum = tf.abs(base + difference - new) <= 0.01 * tf.abs(new)
+    return tf.where(tf.equal(now, base) | ~is_sum, new, now + difference)
 
 
 def _joined(

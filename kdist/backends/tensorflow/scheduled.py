@@ -34,7 +34,7 @@ class Call:
         leaf = leaf.fetch() if isinstance(leaf, RemoteValue) else leaf
         if isinstance(leaf, (np.ndarray, np.generic)):
             leaf = as_tensor(np.asarray(leaf))
-        if not isinstance(leaf, Values) and not tf.is_tensor(leaf):
+        if isinstance(leaf, keras.Variable) or not (isinstance(leaf, Values) or tf.is_tensor(leaf)):
             return leaf
         self.tensors.append(leaf)
         return _TENSOR
@@ -55,9 +55,12 @@ class Signature:
     specs: Sequence[tf.TypeSpec]
 
     @property
-    def key(self) -> tuple[str, ...]:
-        """The key of the program among the programs of one function."""
-        return repr(self.structure), repr(self.leaves), repr(self.specs)
+    def key(self) -> tuple[object, ...]:
+        """The key of the program among the programs of one function. Only plain values can be equal to others."""
+        leaves = tuple(
+            (type(leaf), repr(leaf)) if isinstance(leaf, _PLAIN) else id(leaf) for leaf in self.leaves
+        )
+        return repr(self.structure), leaves, repr(self.specs)
 
     def arguments(self, tensors: Sequence[tf.Tensor]) -> tuple[tuple[object, ...], dict[str, object]]:
         """Returns the arguments of a call."""
@@ -73,6 +76,7 @@ def _spec(tensor: tf.Tensor | Values, any_rows: bool) -> tf.TypeSpec:
 
 
 _TENSOR = object()
+_PLAIN = (bool, bytes, complex, float, int, str, type(None))
 
 
 _PROGRAMS = "_kdist_programs"
@@ -80,11 +84,15 @@ _PROGRAMS = "_kdist_programs"
 
 def compiled(coordination: Any, fn: Function, signature: Signature) -> Compiled:
     """Returns a function's program for a signature. The program is cached on the function."""
-    known = vars(fn).setdefault(_PROGRAMS, weakref.WeakKeyDictionary()) if hasattr(fn, "__dict__") else {}
-    programs = known.setdefault(coordination, {})
-    if signature.key not in programs:
-        programs[signature.key] = Compiled(coordination, fn, signature)
-    return programs[signature.key]
+    # All objects share the function of a method. `functools.wraps` and `copy.copy` copy the cache of a function.
+    function, owner = getattr(fn, "__func__", fn), getattr(fn, "__self__", None)
+    known = (
+        vars(function).setdefault(_PROGRAMS, weakref.WeakKeyDictionary()) if hasattr(fn, "__dict__") else {}
+    )
+    programs, key = known.setdefault(coordination, {}), (id(function), id(owner), *signature.key)
+    if key not in programs:
+        programs[key] = Compiled(coordination, fn, signature)
+    return programs[key]
 
 
 class Compiled:
@@ -95,15 +103,16 @@ class Compiled:
     def __init__(self, coordination: Any, fn: Function, signature: Signature) -> None:
         self._shapes: list[Any] = []
         self._structure: object = None
+        self._kept = fn, signature  # the key of this program contains ids of their objects
         python_function, trace = _python_function(fn), coordination.trace
 
         @tf.autograph.experimental.do_not_convert
         def flat(worker: tf.Tensor, *tensors: tf.Tensor) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
             args, kwargs = signature.arguments(tensors)
             with trace() as scope, on_worker(worker):
-                result = python_function(*args, **kwargs)
+                outputs = self._outputs(python_function(*args, **kwargs))
             self.plan, messages = scope.effects()
-            return self._outputs(result), messages
+            return outputs, messages
 
         self.program = tf.function(flat, autograph=False).get_concrete_function(
             tf.TensorSpec([], tf.int32), *signature.specs
