@@ -13,6 +13,7 @@ import pickle
 import sys
 import threading
 import traceback
+import types
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, TypeVar
@@ -77,6 +78,8 @@ class Pickler(cloudpickle.Pickler):
         """Returns the reduced form of an object."""
         if obj is self._strategy:
             return strategy_here, ()
+        if isinstance(obj, types.MethodType) and obj.__self__ is self._strategy:
+            return getattr, (self._strategy, obj.__name__)  # of the strategy there, which has another class
         if (found := self._reduce(obj)) is not NotImplemented:
             return found
         if isinstance(obj, keras.Variable):
