@@ -134,6 +134,20 @@ def test_sharded_variables_are_compared_by_shape_and_not_by_name():
         wait_to_read(Recorded(theirs=other.said), [variable("dense/kernel", (4, 3))])
 
 
+class InAStep(TwoWorkers):
+    """A fake runtime. The other worker sends gradients."""
+
+    def all_gather_bytes(self, data, timeout=None):
+        return [data, np.float32([-0.3, 0.7]).tobytes()]
+
+
+@pytest.mark.kills("gradients_read_as_a_message")
+def test_a_worker_in_a_step_called_another_method():
+    with pytest.raises(WorkerMismatchError, match="called different methods") as caught:
+        check_equal(InAStep(), "model", {"rows": 3}, "hint")
+    assert "a training step" in caught.value.received["worker_1"]
+
+
 @pytest.mark.kills("other_workers_send_unused_values")
 def test_only_the_chief_sends_its_value():
     assert of_chief(Recorded(), "x" * 1000) == "x" * 1000
