@@ -41,6 +41,16 @@ def in_worker_stop(where, who):
             if rank() == who and epoch == 1:
                 self.model.stop_training = True
 
+    class EpochBegins(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if rank() == who and epoch == 1:
+                self.model.stop_training = True
+
+    def schedule(epoch, rate):  # Keras's callback needs no vote, as a thread or a signal handler has none
+        if rank() == who and epoch == 1:
+            model.stop_training = True
+        return rate
+
     def by_lambda(batch, logs=None):
         if rank() == who and batch == 1:
             model.stop_training = True
@@ -51,6 +61,8 @@ def in_worker_stop(where, who):
         "batch": [Stopper()],
         "epoch": [Stopper()],
         "only epochs": [OnlyEpochs()],
+        "epoch begin": [EpochBegins()],
+        "no vote": [keras.callbacks.LearningRateScheduler(schedule), keras.callbacks.TerminateOnNaN()],
         "lambda": [keras.callbacks.LambdaCallback(on_train_batch_end=by_lambda)],
         "on the object": [on_the_object],
     }[where]
@@ -64,7 +76,12 @@ def in_worker_stop(where, who):
     )
 
 
-@pytest.mark.kills(stop_by_a_function_on_the_object="[other-torch]", stop_on_one_worker="[other-torch]")
+@pytest.mark.kills(
+    stop_by_a_function_on_the_object="[other-torch]",
+    stop_on_one_worker="[other-torch]",
+    stop_without_a_vote="[other-torch]",
+    stop_before_the_first_batch="[chief-torch]",
+)
 @each_backend
 @pytest.mark.parametrize("who", [0, 1], ids=["chief", "other"])
 def test_stop_training_on_one_worker_stops_all_at_the_same_step(backend, who):
@@ -73,6 +90,8 @@ def test_stop_training_on_one_worker_stops_all_at_the_same_step(backend, who):
         "batch": (2, 8),
         "epoch": (2, 12),
         "only epochs": (2, 12),
+        "epoch begin": (2, 7),
+        "no vote": (2, 12),
         "lambda": (1, 2),
         "on the object": (1, 2),
     }
@@ -81,6 +100,38 @@ def test_stop_training_on_one_worker_stops_all_at_the_same_step(backend, who):
         assert [r[:2] for r in results] == [(epochs, steps)] * 2, where
         assert results[0][2] == results[1][2]
         assert [r[3] for r in results] == [True, True]
+
+
+def in_worker_stop_evaluating(begins, who):
+    """Returns the loss of `evaluate` and the number of predictions if one worker stops them."""
+    import keras
+
+    class Stopper(keras.callbacks.Callback):
+        def stop(self, batch=1, logs=None):
+            if rank() == who and batch == 1:
+                self.model.stop_evaluating = self.model.stop_predicting = True
+
+    if begins:
+        Stopper.on_test_begin = Stopper.on_predict_begin = lambda self, logs=None: self.stop()
+    else:
+        Stopper.on_test_batch_end = Stopper.on_predict_batch_end = Stopper.stop
+    x = np.zeros((24, 3), "float32")
+    model = make_model(scope=strategy().scope())
+    y = np.arange(24, dtype="float32")[:, None] // 4
+    options = {"batch_size": 4, "verbose": 0, "callbacks": [Stopper()]}
+    loss = model.evaluate(x, y, **options)
+    validation = model.fit(x, y, validation_data=(x, y), **options).history["val_loss"]
+    return loss, len(model.predict(x, **options)), len(validation)
+
+
+@pytest.mark.kills(stop_evaluating_on_one_worker="[1-False-torch]")
+@each_backend
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize("who", [0, 1])
+def test_stop_evaluating_on_one_worker_stops_all_at_the_same_step(backend, begins, who):
+    first, second = run(backend, 2, in_worker_stop_evaluating, begins, who)
+    assert first == second
+    assert first == ((0.0, 4, 1) if begins else (0.5, 8, 1))
 
 
 # Printing and histories --------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ def _train(
     session.progress = progress = Progress(batches, callbacks, initial_epoch)
     progress.before_save = lambda: function.keep_gradients(keeps)
     with function, progress.at_end:
-        session.run_callbacks(callbacks.on_train_begin)
+        stops = session.run_callbacks(callbacks.on_train_begin)
         progress.restore_callbacks()
         # Backups come last, because they contain what the other callbacks change after the same step.
         callbacks.callbacks.sort(key=lambda callback: isinstance(callback, BackupAndRestore))
@@ -156,6 +156,7 @@ def _train(
                 else:
                     model.reset_metrics()
                     callbacks.on_epoch_begin(epoch)
+                stops = ballot.before_batches("train", model.stop_training, stops)
                 function.keep_gradients(keeps)
                 for begin, end, data in batches:
                     faults.enter_steps(begin, end)
@@ -164,26 +165,26 @@ def _train(
                     with session.step_span("train", begin, end, batches.num_rows(data)):
                         step_logs = function(data)
                     progress.after_step(end)
+                    said = step_logs
                     if tells:
-                        said = step_logs
                         if reads_logs:
                             with tracing.span("until ready", "step"):
                                 said = keras_hooks.pythonify_logs(step_logs)
                         with tracing.span("callbacks", "callbacks"):
                             callbacks.on_train_batch_end(end, said)
-                    model.stop_training = ballot.after_batch(model.stop_training)
-                    if model.stop_training:
+                    if ballot.after_batch("train", model.stop_training, stops, said):
+                        model.stop_training = True
                         break
                 function.keep_gradients(False)
                 function.sync()
                 logs = dict(keras_hooks.metrics_or_logs(model, step_logs))
-                logs.update(validation.run(epoch, callbacks))
+                logs.update(validation.run(epoch, callbacks, ballot))
                 progress.after_epoch()
                 whereabouts.enter("the end")
                 with tracing.span("callbacks, end of the epoch", "callbacks", epoch=epoch + 1):
-                    session.run_callbacks(functools.partial(callbacks.on_epoch_end, epoch, logs))
+                    stops = session.run_callbacks(functools.partial(callbacks.on_epoch_end, epoch, logs))
                 faults.point("epoch-end")
-            if model.stop_training:
+            if stops:
                 break
     whereabouts.enter("the end of fit")
     if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs > 0:
@@ -213,7 +214,7 @@ def evaluate(
     keras_hooks.require_compiled(model, "evaluate")
     session = session_of(strategy, model)
     if _use_cached_eval_dataset and session.validation is not None:
-        logs = evaluate_batches(session, session.validation, callbacks)
+        logs = evaluate_batches(session, callbacks, *session.validation)
         return keras_hooks.python_logs(model, logs, return_dict)
     data = {
         "x": x,
@@ -223,7 +224,7 @@ def evaluate(
         "steps_per_epoch": steps,
     }
     with _one_epoch(strategy, model, "evaluate", callbacks, verbose, **data) as (session, batches, callbacks):
-        logs = evaluate_batches(session, batches, callbacks)
+        logs = evaluate_batches(session, callbacks, batches, Ballot(session.runtime, callbacks))
     return keras_hooks.python_logs(model, logs, return_dict)
 
 
@@ -271,10 +272,12 @@ def _predict(session: Session, batches: GlobalBatches, callbacks: keras.callback
     function = session.function("predict")
     model.stop_predicting = False
     join = get_backend().join_predictions
+    ballot = Ballot(session.runtime, callbacks)
     parts: list[object] = []
     on_device: list[object] = []  # a copy would wait until they are computed
     with function, tracing.span("prediction", "prediction"):
         callbacks.on_predict_begin()
+        stops = ballot.before_batches("predict", model.stop_predicting)
         for begin, end, data in batches:
             callbacks.on_predict_batch_begin(begin)
             with session.step_span("predict", begin, end):
@@ -285,7 +288,7 @@ def _predict(session: Session, batches: GlobalBatches, callbacks: keras.callback
                 parts += [join([outputs]) for outputs in on_device[:_COPIED_TOGETHER]]
                 del on_device[:_COPIED_TOGETHER]
             callbacks.on_predict_batch_end(end, {"outputs": outputs})
-            if model.stop_predicting:
+            if ballot.after_batch("predict", model.stop_predicting, stops, {}):
                 break
         callbacks.on_predict_end()
     parts += on_device

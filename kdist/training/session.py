@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import keras
 
     from kdist.training.keras_callbacks import UserCallbacks
+    from kdist.training.voting import Ballot
 
 
 _Opened = TypeVar("_Opened")
@@ -43,8 +44,8 @@ class Session:
         self._unused: set[str] = set()
         self.progress: Progress | None = None
         """The position of `fit` while it runs."""
-        self.validation: GlobalBatches | None = None
-        """The validation data while a method `evaluate` of the user runs in `fit`."""
+        self.validation: tuple[GlobalBatches, Ballot] | None = None
+        """The validation data and the votes while a method `evaluate` of the user runs in `fit`."""
         # Whether this worker has loaded weights, which may differ from the weights of other workers.
         self.has_loaded = False
 
@@ -145,11 +146,11 @@ class Session:
             callbacks, runtime.worker_index, notes[0]["files"], runtime.divides_over_workers
         )
 
-    def run_callbacks(self, function: Callable[[], None]) -> None:
-        """Calls callbacks on every worker and waits for all.
+    def run_callbacks(self, function: Callable[[], None]) -> bool:
+        """Calls callbacks on every worker and waits for all. Returns whether any worker has set `model.stop_training`.
 
-        Afterwards, `model.stop_training` is set on all workers if any worker has set it. All workers take the
-        initial epoch of the chief, and also its weights if any worker has loaded weights.
+        In this case, all workers set it. All workers take the initial epoch of the chief, and also its weights if
+        any worker has loaded weights.
 
         Raises:
             WorkerFailedError: If a callback failed on another worker. That worker raises its original error.
@@ -170,10 +171,11 @@ class Session:
             },
             "callbacks",
         )
-        model.stop_training = any(theirs["stop"] for theirs in said)
+        model.stop_training = stops = any(theirs["stop"] for theirs in said)
         keras_hooks.set_initial_epoch(model, said[0]["initial epoch"])
         if any(theirs["loaded"] for theirs in said):
             self._share(keras_hooks.all_variables(model))
+        return stops
 
     def prepare(
         self, batches: GlobalBatches | None = None, data_batch: object = None, layers_only: bool = False

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kdist.backends.contract import Runtime
@@ -20,7 +23,7 @@ def act_on_batches(callbacks: keras.callbacks.CallbackList) -> bool:
     import keras
 
     own_list = type(callbacks) is not keras.callbacks.CallbackList
-    return own_list or any(_acts_on_batches(callback) for callback in callbacks.callbacks)
+    return own_list or any(_acts_on(callback, _METHODS["train"]) for callback in callbacks.callbacks)
 
 
 def reads_variables(callbacks: keras.callbacks.CallbackList) -> bool:
@@ -28,28 +31,50 @@ def reads_variables(callbacks: keras.callbacks.CallbackList) -> bool:
     import keras
 
     return type(callbacks) is not keras.callbacks.CallbackList or any(
-        _acts_on_batches(c) and not (_decides_alike(c) and _reads_nothing(c)) for c in callbacks.callbacks
+        _acts_on(c, _METHODS["train"]) and not (_decides_alike(c) and _reads_nothing(c))
+        for c in callbacks.callbacks
     )
 
 
 class Ballot:
     """Stops all workers at the same step when any worker sets `model.stop_training`.
 
+    The same applies to `stop_evaluating` and `stop_predicting`.
+
     The callbacks of Keras and kdist need no vote after each batch: Keras's decide from logs, which are equal
     on all workers, and kdist's agree with each other. Custom callbacks that act on batches may decide from a
-    clock, a file or a signal, so they need a vote after each batch. In any case, the workers also vote after
-    each epoch.
+    clock, a file or a signal, so they need a vote after each batch. Without these votes, a worker ignores the
+    attribute until the next vote, because a signal handler or a thread may have set it. In any case, the workers
+    vote after each epoch.
     """
 
     def __init__(self, runtime: Runtime, callbacks: keras.callbacks.CallbackList) -> None:
-        self._runtime = runtime
-        wanted = any(_acts_on_batches(c) and not _decides_alike(c) for c in callbacks.callbacks)
-        # Only some workers may have such a callback, but then all must vote.
-        self._votes_after_batch = runtime.num_workers > 1 and any_worker(runtime, wanted)
+        import keras
 
-    def after_batch(self, stop: bool) -> bool:
-        """Returns whether training stops after this batch."""
-        return any_worker(self._runtime, stop) if self._votes_after_batch else stop
+        self._runtime = runtime
+        custom = [callback for callback in callbacks.callbacks if not _decides_alike(callback)]
+        mine = [kind for kind, methods in _METHODS.items() if any(_acts_on(c, methods) for c in custom)]
+        # Only some workers may have such a callback, but then all must vote.
+        self._votes = set(itertools.chain(*gather(runtime, mine)))
+        self._stops_at_nan = any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in callbacks.callbacks)
+
+    def before_batches(self, kind: str, stop: bool, agreed: bool = False) -> bool:
+        """Returns whether the loop of a kind ("train", "test", "predict") stops after its first batch.
+
+        `agreed` is the result of an earlier vote.
+        """
+        if f"{kind} begin" in self._votes and kind not in self._votes:
+            return any_worker(self._runtime, stop)
+        return agreed
+
+    def after_batch(self, kind: str, stop: bool, agreed: bool, logs: Mapping[str, Any]) -> bool:
+        """Returns whether the loop stops after this batch. `agreed` is the result of `before_batches`."""
+        if self._runtime.num_workers == 1:
+            return stop
+        if kind in self._votes:
+            return any_worker(self._runtime, stop)
+        # Keras's `TerminateOnNaN` is the only callback without votes that stops in an epoch.
+        return agreed or (stop and self._stops_at_nan and not math.isfinite(logs.get("loss", 0.0)))
 
 
 # Callbacks of Keras and kdist that act on batches but read no variables, or call `Progress.before_save` first.
@@ -57,7 +82,15 @@ _NO_READERS = (
     *("keras.ProgbarLogger", "keras.TensorBoard", "keras.TerminateOnNaN"),
     *("kdist.BackupAndRestore", "kdist.RunLog", "kdist.Throughput"),
 )
-_BATCH_METHODS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+# The methods in which custom callbacks can stop the loop of a kind, at its beginning or after a batch.
+_METHODS = {
+    "train begin": ("on_epoch_begin",),
+    "train": ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end"),
+    "test begin": ("on_test_begin",),
+    "test": ("on_test_batch_begin", "on_test_batch_end"),
+    "predict begin": ("on_predict_begin",),
+    "predict": ("on_predict_batch_begin", "on_predict_batch_end"),
+}
 
 
 def _reads_nothing(callback: keras.callbacks.Callback) -> bool:
@@ -67,17 +100,15 @@ def _reads_nothing(callback: keras.callbacks.Callback) -> bool:
 
 
 def _decides_alike(callback: keras.callbacks.Callback) -> bool:
-    has_own_functions = any(name in vars(callback) for name in _BATCH_METHODS)
+    has_own_functions = any(name in vars(callback) for name in itertools.chain(*_METHODS.values()))
     return type(callback).__module__.startswith(("keras.", "kdist.")) and not has_own_functions
 
 
-def _acts_on_batches(callback: keras.callbacks.Callback) -> bool:
+def _acts_on(callback: keras.callbacks.Callback, names: Sequence[str]) -> bool:
     import keras
 
     # Functions can also be set on the object, as `LambdaCallback` does, and have no `__func__` then.
-    methods = [
-        (getattr(callback, name, None), getattr(keras.callbacks.Callback, name)) for name in _BATCH_METHODS
-    ]
+    methods = [(getattr(callback, name, None), getattr(keras.callbacks.Callback, name)) for name in names]
     return any(getattr(method, "__func__", method) is not base for method, base in methods)
 
 
