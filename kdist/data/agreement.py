@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # The maximum number of steps per message. A fast worker holds as many batches while it waits for a slow one.
 _MOST = 3
+# The most batches that are read and not used. Two more batches wait in the queue, and the thread holds another one.
+MOST_AHEAD = _MOST + 3
 # A message costs as much as a small step, so a worker first waits up to _MOMENT seconds for a second batch.
 # It does not wait longer, because the pipeline itself may be waiting for a step.
 _FEW = 2

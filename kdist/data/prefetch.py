@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # Seconds that the thread waits on a full queue before it checks whether the pipeline was closed.
 _GLANCE = 0.1
+_NAME = "kdist prefetch"
 
 
 @dataclass
@@ -25,6 +26,11 @@ class End:
     """Marks the end of the pipeline, with the error if one ended it."""
 
     error: BaseException | None = None
+
+
+def is_reading() -> bool:
+    """Returns whether a thread reads in advance, and may draw random numbers at any time."""
+    return any(thread.name == _NAME for thread in threading.enumerate())
 
 
 def primed(items: Iterator[T]) -> Iterator[T]:
@@ -62,7 +68,7 @@ class Prefetch:
         self._queue: queue.Queue[object] = queue.Queue(depth)
         self._closed = threading.Event()
         # The thread has no reference to this object, so the object is deleted even if it is never closed.
-        self._thread = threads.helper("kdist prefetch", _fill, items, self._queue, self._closed)
+        self._thread = threads.helper(_NAME, _fill, items, self._queue, self._closed)
         self._thread.start()
 
     def take(self, most: int, wait: float | None = None) -> list[Any]:

@@ -43,6 +43,7 @@ import threading
 
 from kdist.keras_hooks import layers, losses, models, optimizers, saving, scalars, seeds, trainer, variables
 from kdist.keras_hooks.data import (
+    before_epoch_end,
     class_weight_to_sample_weights,
     create_batches,
     data_adapter,

@@ -82,10 +82,26 @@ def data_adapter(num_batches: int | None, epochs: Iterable[object]) -> DataAdapt
 
 
 def shuffles_py_dataset(iterator: EpochIterator) -> bool:
-    """Returns whether an `epoch_iterator` shuffles the batches of a `PyDataset` with Python's `random`."""
-    from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+    """Returns whether an `epoch_iterator`, or a hook of the dataset, may shuffle a `PyDataset`."""
+    from keras.src.trainers.data_adapters.py_dataset_adapter import PyDataset, PyDatasetAdapter
 
-    return isinstance(iterator.data_adapter, PyDatasetAdapter) and bool(iterator.data_adapter.shuffle)
+    adapter = iterator.data_adapter
+    if not isinstance(adapter, PyDatasetAdapter):
+        return False
+    own = type(adapter.py_dataset)
+    hooks = own.on_epoch_begin, own.on_epoch_end
+    return bool(adapter.shuffle) or hooks != (PyDataset.on_epoch_begin, PyDataset.on_epoch_end)
+
+
+def before_epoch_end(iterator: EpochIterator, function: Callable[[], None]) -> None:
+    """Calls a function before each `on_epoch_end` of the data, until `release`."""
+    on_epoch_end = iterator.data_adapter.on_epoch_end
+
+    def called() -> None:
+        function()
+        on_epoch_end()
+
+    iterator.data_adapter.on_epoch_end = called
 
 
 def first_of_py_dataset(iterator: EpochIterator, draws_order: bool) -> tuple[object, ...] | None:
@@ -103,7 +119,7 @@ def first_of_py_dataset(iterator: EpochIterator, draws_order: bool) -> tuple[obj
     dataset = iterator.data_adapter.py_dataset
     dataset.on_epoch_begin()  # it may prepare the batches there
     indices = [0]
-    if draws_order and shuffles_py_dataset(iterator) and dataset.num_batches is not None:
+    if draws_order and iterator.data_adapter.shuffle and dataset.num_batches is not None:
         indices = list(range(dataset.num_batches))
         random.shuffle(indices)
     return iterator.data_adapter._standardize_batch(dataset[indices[0]])
@@ -112,6 +128,7 @@ def first_of_py_dataset(iterator: EpochIterator, draws_order: bool) -> tuple[obj
 def release(iterator: EpochIterator) -> None:
     """Releases the iterators and the queue of an `epoch_iterator`."""
     iterator.prepare = iterator._current_iterator = iterator._epoch_iterator = None
+    vars(iterator.data_adapter).pop("on_epoch_end", None)
     queue = _endless_queue(iterator)
     if queue is not None:
         vars(queue).pop("stop", None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,13 +17,14 @@ from kdist.backends.coordination import PerWorkerValues
 from kdist.backends.messages import read_on_all
 from kdist.cluster.logs import logger
 from kdist.communication import interrupts
-from kdist.data.agreement import open_steps, split_batch
+from kdist.data.agreement import MOST_AHEAD, open_steps, split_batch
 from kdist.data.distributed_dataset import DistributedDataset
 from kdist.data.input_options import InputOptions
 from kdist.data.reading import read_global
-from kdist.data.sources import is_infinite, py_dataset, torch_loader
+from kdist.data.sources import is_infinite, torch_loader
 from kdist.data.sources.iterables import IteratorSource
 from kdist.errors import InvalidArgumentError, StrategyScopeError
+from kdist.training import generator_states
 from kdist.training.data_position import TAKEN, DataPosition
 
 if TYPE_CHECKING:
@@ -71,6 +74,9 @@ class GlobalBatches:
         execution = arguments.get("steps_per_execution") or 1
         self._limit = -(-steps // execution) * execution * epochs if steps else None
         self._position = DataPosition(self.iterator, continues=bool(steps))
+        if keras_hooks.shuffles_py_dataset(self.iterator):
+            share = functools.partial(generator_states.share, runtime)
+            keras_hooks.before_epoch_end(self.iterator, share)
 
     def _adapter(self, dataset: DistributedDataset, model: str, arguments: dict[str, object]) -> Any:
         if dataset._runtime is not self.runtime:
@@ -132,6 +138,9 @@ class GlobalBatches:
             part = self._distributed.peek_part()
             rows.num_rows(part)  # raises for single elements
             return part
+        loader = keras_hooks.torch_loader_of(self.iterator)
+        if loader is not None or keras_hooks.shuffles_py_dataset(self.iterator):
+            generator_states.share(self.runtime, loader)
         return read_on_all(self.runtime, "Reading the first batch", self._first)
 
     def _first(self) -> object:
@@ -223,7 +232,7 @@ class GlobalBatches:
         self._position.before_epoch()
         self.share_random_state()
         if keras_hooks.shuffles_py_dataset(self.iterator):
-            py_dataset.share_random_state(self.runtime)
+            generator_states.share(self.runtime)
         for begin, end, batches in tracing.timed(self.iterator, "waiting for input", "input"):
             if interrupts.is_pressed:
                 interrupts.check()
@@ -238,27 +247,41 @@ class GlobalBatches:
                 started = map(functools.partial(split_batch, self.runtime), map(rows.to_host, started))
             return self._position.counted(started)
         start = functools.partial(self._position.start, batches)
-        if (loader := keras_hooks.torch_loader_of(self.iterator)) is not None:
-            torch_loader.share_random_states(loader, self.runtime)
-            if loader.num_workers == 0:  # an iterator would start processes, and Keras creates two per epoch
-                started = start()
-                return self._position.counted(self._agreed(lambda: started))
+        loader = keras_hooks.torch_loader_of(self.iterator)
+        # With processes, an iterator would start them, and Keras creates two iterators per epoch.
+        if loader is not None and loader.num_workers == 0:
+            started = start()
+            return self._position.counted(self._agreed(lambda: started))
         # The pass starts with its first batch, because Keras creates iterators that it never uses.
         return self._position.counted(self._agreed(start))
 
     def _agreed(self, start: Callable[[], Iterator[object]]) -> Iterator[ReplicaBatches]:
         runtime = self.runtime
+        if (loader := keras_hooks.torch_loader_of(self.iterator)) is not None:
+            # Here, because samplers draw when a pass begins, and callbacks may have drawn since the last pass ended.
+            generator_states.share(runtime, loader)
         batches = start()
         # Like Keras, does not request a batch after the last one, because samplers draw from their generator then.
         limits = [self._limit, self.iterator.data_adapter.num_batches]
         rest = [max(limit - self._position.taken, 0) for limit in limits if limit is not None]
         source = IteratorSource(itertools.islice(batches, min(rest, default=None)))
-        steps = open_steps(runtime, read_global(source, runtime, 0, 0), InputOptions(), is_global=True)
+        reader, number_read, used = read_global(source, runtime, 0, 0), itertools.count(), 0
+        # `zip` counts only complete reads, and closing the generator leaves `reader` open.
+        read = (batch for batch, _ in zip(reader, number_read))  # noqa: B905
+        steps = open_steps(runtime, read, InputOptions(), is_global=True)
         try:
             for step in steps:
+                used += 1
                 yield step.as_batch(runtime)
         finally:
             steps.close()
+            if runtime.num_workers > 1 and keras_hooks.reads_generator(self.iterator.data_adapter):
+                # At an early end, workers have read ahead by different numbers of batches, which the next `fit` with
+                # this generator would not notice. So all read as many as one of them may have read.
+                missing = used + MOST_AHEAD - next(number_read)
+                if missing > 0 and not runtime.group.lost():
+                    with contextlib.suppress(Exception):
+                        collections.deque(itertools.islice(reader, missing), maxlen=0)
 
 
 class _OwnDatasets:

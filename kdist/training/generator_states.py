@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from kdist.backends import get_backend
+from kdist.backends.contract import Runtime
+from kdist.backends.messages import of_chief
 from kdist.data.sources import torch_loader
 
 
@@ -46,6 +48,14 @@ def restore(states: Mapping[str, Any], loader: Any = None, with_own: bool = True
         saved = states["loaders"]
         saved = [saved] if isinstance(saved, str) else saved  # a text in backups of earlier versions
         torch_loader.set_random_states(loader, saved if with_own else saved[:1])
+
+
+def share(runtime: Runtime, loader: Any = None) -> None:
+    """Sends the chief's states of Python, NumPy and a PyTorch loader to all workers, so that they shuffle alike."""
+    if runtime.num_workers > 1:
+        states = of_chief(runtime, capture(loader))
+        if runtime.worker_index:  # the chief has this state, and its threads may draw at the same time
+            restore(states | {"name": None}, loader)  # without the backend's state
 
 
 def _text(data: bytes) -> str:

@@ -23,6 +23,7 @@ from kdist import keras_hooks
 from kdist.backends.contract import ReplicaBatches, StepFunction
 from kdist.backends.messages import gather
 from kdist.cluster import environment
+from kdist.data import prefetch
 from kdist.training import generator_states
 from kdist.training.own_numbers import are_sums, note_calls, owns_of
 from kdist.training.verdicts import COUPLES, UNCHECKED, Sample, Verdict, agreed
@@ -96,14 +97,16 @@ def _probe(
         return
     verdicts: list[list[Verdict]] = [[] for _ in owns]
     if environment.get("KDIST_PROBE") != "0":
-        drawn = generator_states.capture()
+        # Not while a thread reads, because the data would then draw the same numbers again.
+        drawn = None if prefetch.is_reading() else generator_states.capture()
         # Ignored, because the step raises the same error, unless the probe does not apply to this data.
         with contextlib.suppress(Exception), runtime.scope():
             sample = Sample(strategy, model, batch)
             with keras_hooks.kept_buffers(model):
                 note_calls(model, owns, sample.batch, training)
                 verdicts = [own.judge(sample) for own in owns]
-        generator_states.restore(drawn)
+        if drawn is not None:
+            generator_states.restore(drawn)
     for own, said in zip(owns, zip(*gather(runtime, verdicts), strict=True), strict=True):
         numbers = [agreed(one) for one in itertools.zip_longest(*said)]
         if own.is_added_up and any(numbers):

@@ -118,9 +118,7 @@ def new_model_without_seed():
     return model
 
 
-@pytest.mark.kills(
-    data_seed_not_shared="[DataLoader-torch]", data_shuffle_alike_py_dataset="[PyDataset-torch]"
-)
+@pytest.mark.kills(data_seed_not_shared="[DataLoader-torch]")
 @each_backend
 @pytest.mark.parametrize("kind", ["PyDataset", "DataLoader"])
 def test_workers_shuffle_alike_without_a_seed(backend, kind):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.helpers.processes import run
+from tests.helpers.processes import run, scope
 
 
 def in_worker_find() -> dict[str, bool]:
@@ -111,3 +112,37 @@ def in_worker_fit_beside_a_table() -> list[str]:
 def test_a_table_with_a_multiple_of_the_rows_is_not_divided() -> None:
     (said,) = run("torch", 1, in_worker_fit_beside_a_table)
     assert any("`add_loss` of layer `beside` may give different results" in text for text in said), said
+
+
+def in_worker_draw() -> tuple[list[int], list[int]]:
+    """Returns the numbers that a generator draws while kdist probes a loss, and the numbers of its seed."""
+    import time
+
+    import keras
+
+    def slow(y: Any, predicted: Any) -> Any:
+        time.sleep(0.1)
+        return keras.ops.mean(keras.ops.square(y - predicted), axis=-1)
+
+    drawn: list[int] = []
+
+    def batches() -> Any:
+        for _ in range(10):
+            time.sleep(0.01)
+            drawn.append(int(np.random.randint(1000)))
+            yield np.full((8, 3), drawn[-1] / 1000, "float32"), np.zeros((8, 1), "float32")
+
+    with scope(True):
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", slow)
+    np.random.seed(3)
+    model.fit(batches(), verbose=0)
+    return drawn, np.random.RandomState(3).randint(1000, size=10).tolist()
+
+
+@pytest.mark.in_turn(3)
+@pytest.mark.kills(probe_draws_again="[torch-1]")
+@pytest.mark.parametrize(("backend", "num_workers"), [("torch", 1), ("tensorflow", 2)])
+def test_data_that_a_thread_reads_draw_no_number_twice(backend: str, num_workers: int) -> None:
+    for drawn, expected in run(backend, num_workers, in_worker_draw):
+        assert drawn == expected

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import keras
 
 from kdist import keras_hooks
-from kdist.backends.contract import Runtime
-from kdist.backends.messages import of_chief
 from kdist.data.sources.source import Source
 
 if TYPE_CHECKING:
     from kdist.arrays.types import Structure
-
-
-def share_random_state(runtime: Runtime) -> None:
-    """Sends the chief's state of Python's `random` to all workers. Keras shuffles a PyDataset with it."""
-    if runtime.num_workers > 1:
-        version, words, gauss = of_chief(runtime, random.getstate())
-        random.setstate((version, tuple(words), gauss))
 
 
 class PyDatasetSource(Source):

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kdist.arrays import rows
-from kdist.backends.contract import Runtime
-from kdist.backends.messages import of_chief
 from kdist.data.sources.source import Choice, Source, with_share_of_files
 from kdist.errors import DatasetError
 
@@ -39,12 +37,6 @@ def set_random_states(loader: Any, states: Iterable[str]) -> None:
 
     for generator, state in zip(_generators(loader), states, strict=False):
         generator.set_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
-
-
-def share_random_states(loader: Any, runtime: Runtime) -> None:
-    """Sends the states of the chief's generators to all workers."""
-    if runtime.num_workers > 1:
-        set_random_states(loader, of_chief(runtime, random_states(loader)))
 
 
 def _generators(loader: Any) -> Iterable[Any]:
