@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kdist.backends.messages import call_on_all, check_equal, of_chief, wait_to_read
+from kdist.backends.messages import call_on_all, check_equal, gather, of_chief, wait_to_read
 from kdist.errors import (
     CheckpointError,
     DatasetError,
+    WorkerFailedError,
     WorkerLostError,
     WorkerMismatchError,
     malformed_as,
@@ -146,6 +147,23 @@ def test_a_worker_in_a_step_called_another_method():
     with pytest.raises(WorkerMismatchError, match="called different methods") as caught:
         check_equal(InAStep(), "model", {"rows": 3}, "hint")
     assert "a training step" in caught.value.received["worker_1"]
+
+
+class Failed(TwoWorkers):
+    """The other worker has failed in a callback, while this worker gathers values without a subject."""
+
+    def all_gather_bytes(self, data, timeout=None):
+        return [
+            data,
+            json.dumps({"subject": "callbacks", "site": "a.py:1 in f", "error": "OSError: no"}).encode(),
+        ]
+
+
+@pytest.mark.kills("failure_taken_for_a_value")
+def test_the_failure_of_another_worker_is_no_value():
+    for value in (False, {"steps": 3}, [1, 2]):
+        with pytest.raises(WorkerFailedError, match="Worker 1 failed: OSError: no"):
+            gather(Failed(), value)
 
 
 @pytest.mark.kills("other_workers_send_unused_values")

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from kdist.backends.contract import Runtime
 from kdist.cluster import logs
@@ -36,7 +36,12 @@ def gather(runtime: Runtime, value: T, timeout: float | None = None) -> list[T]:
     """Gathers a JSON value from every worker, in the order of their indices. All must call it."""
     if runtime.num_workers == 1:
         return [value]
-    return [json.loads(data) for data in runtime.group.all_gather_bytes(json.dumps(value).encode(), timeout)]
+    everyone = [
+        json.loads(data) for data in runtime.group.all_gather_bytes(json.dumps(value).encode(), timeout)
+    ]
+    if any(map(_has_subject, everyone)):  # a worker calls another method, or has failed
+        _check_subjects([theirs if _has_subject(theirs) else {} for theirs in everyone])
+    return everyone
 
 
 def of_chief(runtime: Runtime, value: T) -> T:
@@ -74,7 +79,11 @@ def _gather_about(
     if runtime.num_workers == 1:
         return [mine]
     everyone = map(_parsed, runtime.group.all_gather_bytes(json.dumps(mine).encode(), timeout))
-    return [theirs if isinstance(theirs, dict) and "subject" in theirs else {} for theirs in everyone]
+    return [theirs if _has_subject(theirs) else {} for theirs in everyone]
+
+
+def _has_subject(message: object) -> TypeGuard[dict[str, Any]]:
+    return isinstance(message, dict) and "subject" in message
 
 
 def _parsed(data: bytes) -> object:
