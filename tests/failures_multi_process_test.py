@@ -150,7 +150,7 @@ def test_a_busy_worker_names_the_worker_that_failed_first(backend, tmp_path):
 
 
 # Worker 1 exits later than worker 0, whose error only reports the error of worker 1.
-FAILS = """
+FAILS_ALONE = """
 import atexit, os, sys, time
 import keras, numpy as np
 import kdist
@@ -187,7 +187,7 @@ else:
 @pytest.mark.in_turn(6)
 def test_the_launcher_reports_the_worker_whose_code_failed(place, backend, tmp_path):
     command = (*RUN, "--num-workers", "2", "--backend", backend)
-    with Script(tmp_path, "fails", FAILS, {"FAILS_IN": place}, command) as job:
+    with Script(tmp_path, "fails", FAILS_ALONE, {"FAILS_IN": place}, command) as job:
         assert job.wait(60) == 1
         report = job.stderr()[job.stderr().index("──── kdist:") :]
     assert re.match(r"──── kdist: worker 1 \([\d.:]+\) failed first: it ended with exit code 1", report), (

@@ -38,7 +38,8 @@ def encode(name: str, value: object, store: Callable[[str, np.ndarray], None] | 
             if all(isinstance(key, str) and key not in _SPECIAL for key in item):
                 return {key: visit(f"{at}/{key}", part) for key, part in item.items()}
             return {"$dict": [[visit(at, k), visit(f"{at}/{k}", part)] for k, part in item.items()]}
-        if keras.ops.is_tensor(item):
+        is_array = isinstance(item, np.ndarray)  # with NumPy's backend, arrays are also tensors
+        if not is_array and keras.ops.is_tensor(item):
             item = keras.ops.convert_to_numpy(item)
             if store is None:  # for `set_state`, which may need the type from `get_state`
                 return {"$native": visit(at, item)}

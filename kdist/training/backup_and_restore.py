@@ -142,12 +142,25 @@ class BackupAndRestore(keras.callbacks.Callback):
     def on_train_end(self, logs: Mapping[str, object] | None = None) -> None:
         """Waits for the last backup, and deletes all backups if `delete_checkpoint` is set."""
         self._manager.wait()
+        self._warn_of_no_backup()
         if self._watch is not None:
             self._watch.end()
             self._watch = None
         if self.delete_checkpoint:
             _delete_all(self._manager)
             _ended[self._manager.directory] += 1
+
+    def _warn_of_no_backup(self) -> None:
+        steps = self._progress.num_steps
+        if self._progress.runtime.worker_index or self._manager.checkpoints:
+            return
+        if isinstance(self.save_freq, numbers.Integral) and 0 < steps < self.save_freq:
+            logger.warning(
+                "`fit` has written no backup, because its %d steps are fewer than save_freq=%d.\n"
+                'Pass a smaller number, or save_freq="epoch".',
+                steps,
+                self.save_freq,
+            )
 
     def _check_epochs(self, epochs: int | None) -> None:
         """Raises an error if this `fit` would train nothing and then delete the backup of another one."""

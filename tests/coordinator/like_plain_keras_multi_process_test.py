@@ -143,7 +143,7 @@ for name, make, options in [
     except Exception as error:
         found["optimizers"][name] = str(error)
 
-# A model that nobody uses any more ----------------------------------------------------------------------------
+# Models without references ------------------------------------------------------------------------------------
 with strategy.scope():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")

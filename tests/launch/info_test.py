@@ -51,9 +51,9 @@ def in_worker_answer(code):
 
 DEVICES = {
     # The workers of a pool have three CPU devices.
-    "tensorflow": "/device:CPU:0, /device:CPU:1, /device:CPU:2\n",
+    "tensorflow": "cpu:0, cpu:1, cpu:2\n",
     "jax": "cpu:0, cpu:1, cpu:2\n",
-    "torch": "cpu\n",
+    "torch": "cpu:0\n",
 }
 
 

@@ -366,3 +366,22 @@ def test_a_watcher_says_so_and_save_fn_saves(backend: str, tmp_path: Path) -> No
         assert saved == [5], "in place of the checkpoint's own"
         assert not has_backup
         assert num_handlers == 1, "SIGTERM means what it meant before"
+
+
+def in_worker_no_backup(folder: str) -> list[str]:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("kdist")
+    logger.addHandler(handler)
+    for save_freq in (ALL_STEPS + 1, ALL_STEPS - 1, "epoch"):
+        fit(folder, save_freq=save_freq)
+    logger.removeHandler(handler)
+    return [record.getMessage() for record in records if "no backup" in record.getMessage()]
+
+
+@pytest.mark.kills(backup_never_written_without_a_warning="[jax]")
+@on("jax")
+def test_a_fit_without_any_backup_warns(backend: str, tmp_path: Path) -> None:
+    ((warning,),) = run(backend, 1, in_worker_no_backup, str(tmp_path / "backup"))
+    assert f"its {ALL_STEPS} steps are fewer than save_freq={ALL_STEPS + 1}" in warning
