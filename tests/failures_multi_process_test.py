@@ -181,7 +181,6 @@ else:
 """
 
 
-@pytest.mark.kills(other_workers_failed_first="[callback-tensorflow]")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("place", ["callback", "data"])
 @pytest.mark.in_turn(6)

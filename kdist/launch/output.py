@@ -19,8 +19,8 @@ _COLOR = re.compile(rb"\x1b\[([0-9;]*)m")
 _CUT = re.compile(rb"(\x1b(\[[0-9;]*)?|\xe2\x94?)\Z")  # an incomplete color code or bar character
 _LONGEST = 65536  # bytes: longer partial lines are shown immediately
 _RANK = re.compile(rb"\A\[rank\d+\]: ")  # PyTorch prints this before each line of a traceback
-# Errors of a worker that lost another worker, or that report the error of another worker.
-_OF_ANOTHER = re.compile(rb"The job lost |Received: .*\bfailed_worker=")
+_LOST = b"The job lost "  # in the error of a worker that lost another worker
+_REPORTED = re.compile(rb"Received: .*\bfailed_worker=")  # in an error that reports another worker's error
 _PATIENCE = 1.0  # seconds until a partial line is shown
 _BLOCKED = 0.1  # seconds between two calls of `gives_up`
 
@@ -211,6 +211,8 @@ class Tail:
         self.traceback_at: float | None = None
         self.has_lost_another = False
         """Whether the worker reported that it failed because another worker failed or was lost."""
+        self.reports_another = False
+        """Whether the worker reported that it failed because the code of another worker failed."""
 
     def feed(self, data: bytes) -> None:
         """Processes output of the worker, which can be split at any position."""
@@ -218,7 +220,8 @@ class Tail:
         for line in (_RANK.sub(b"", line) for line in lines):
             if line.lstrip(b" |+").startswith(b"Traceback (most recent call last)"):
                 self.traceback_at = time.monotonic()
-            self.has_lost_another |= _OF_ANOTHER.search(line) is not None
+            self.reports_another |= _REPORTED.search(line) is not None
+            self.has_lost_another |= self.reports_another or _LOST in line
             self._lines.append(line[:2000])
         self._rest = self._rest[-_LONGEST:]
 

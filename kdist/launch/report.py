@@ -18,9 +18,12 @@ _WIDEST = 240
 _NOISE = re.compile(
     r"[IW]\d{4} [\d:.]+ |\d{4}-\d\d-\d\d [\d:.]+: [IW] |WARNING: All log messages before absl"
 )
+# TensorFlow's threads print such errors within a traceback, even within its lines, for example when a peer exits.
+_ERROR_LOG = re.compile(r"E\d{4} [\d:.]+ |\d{4}-\d\d-\d\d [\d:.]+: E ")
 # The loss of a peer does not cause these signals, so a worker that died of one of them failed first.
 _OWN_FAULT = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 _FRAME = re.compile(r'[ |+]*File "([^"]+)", line \d+')
+_ERROR = re.compile(r"[ |+]*[\w.<>]+(: |:?$)")  # such as "ValueError: no", and not "return f(x)" or "^^^"
 _START = re.compile(r"[ |+]*(Traceback \(most recent call last\)|Fatal Python error)")
 
 
@@ -105,12 +108,12 @@ def last_traceback(lines: Sequence[str], most: int) -> list[str]:
     starts = [position for position, line in enumerate(lines) if _START.match(line)]
     if not starts:
         return lines[-min(most, 8) :]
-    block = lines[starts[-1] :]
-    # The exception is the first line after the frames that is not indented like the frames. Python does not indent
-    # the carets under an expression of several lines.
-    indent = len(block[0]) - len(block[0].lstrip())
-    body = (i for i in range(1, len(block)) if block[i].strip("^~ "))
-    error = next((i for i in body if len(block[i]) - len(block[i].lstrip()) <= indent), len(block) - 1)
+    block = [line for line in lines[starts[-1] :] if not _ERROR_LOG.match(line)]
+    # The exception is not indented like the frames. Python does not indent the carets under an expression of
+    # several lines either, and a log can break a line after its indentation.
+    indents = [len(line) - len(line.lstrip()) for line in block]
+    ends = [i for i in range(1, len(block)) if indents[i] <= indents[0]] or [len(block) - 1]
+    error = next((i for i in ends if _ERROR.match(block[i])), ends[0])
     frames = _of_user(block[1:error])
     after = block[error : error + max(1, most // 3, most - 1 - len(frames))]
     room = max(0, most - 1 - len(after))

@@ -33,10 +33,13 @@ from kdist.launch.worker_process import WorkerProcess
 # If a worker fails, its peers fail within milliseconds. Exits within these seconds count as one failure.
 _WINDOW = 0.2
 _LONGER_WINDOW = 0.4  # if a worker with a traceback is still exiting
-_LONGEST_WINDOW = 0.6  # if the worker that failed first is still exiting
+_LONGEST_WINDOW = 0.6  # if the worker that failed first is still exiting: a lost worker exits at once
 _TERM_TO_KILL = 0.3  # with the window, this terminates a failed job within a second
 _PAUSE = 0.5  # seconds before the restart of a task, because the whole job may be ending
 _LAST_WORDS = 5.0  # seconds for the chief to exit after the loss of a server
+# Seconds for a worker to exit if its peers report an error of its code. It still prints the traceback, and shuts down
+# its libraries, which can take more than a second on a busy machine.
+_TO_EXIT = 5.0
 # The interval, as a share of the heartbeat timeout, at which the launcher looks for stopped workers.
 _LOOK = 0.05
 _LOOKS = 4  # a worker that is stopped so often in a row is killed
@@ -174,7 +177,9 @@ class Supervisor:
         alive = [worker for worker in self.workers if worker.alive]
         if waited < _LONGER_WINDOW and any((worker.tail.traceback_at or 0) > now - 5.0 for worker in alive):
             return True
-        return waited < _LONGEST_WINDOW and bool(alive) and not report.reasons(self._failures)
+        is_reported = any(worker.tail.reports_another for worker in self._failures)
+        longest = _TO_EXIT if is_reported else _LONGEST_WINDOW
+        return waited < longest and bool(alive) and not report.reasons(self._failures)
 
     def _judge(self) -> None:
         """Finds the worker that failed first."""

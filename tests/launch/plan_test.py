@@ -259,7 +259,7 @@ def test_output_that_nobody_reads_is_discarded_when_the_job_ends():
         assert reader.read1(65536).startswith(b"first\nxxx")
 
 
-@pytest.mark.kills("torch_traceback_not_found")
+@pytest.mark.kills("torch_traceback_not_found", "other_workers_failed_first")
 def test_tail_notes_the_traceback():
     tail = Tail(most=3)
     tail.feed(b"1\n2\n3\n4\nTrace")
@@ -271,11 +271,11 @@ def test_tail_notes_the_traceback():
     assert rank.traceback_at is not None
     assert rank.lines() == ["Traceback (most recent call last):", "ValueError: no"]
     tail.feed(b"kdist: The job lost worker 0 (a:1): it died.\n")
-    assert tail.has_lost_another
+    assert tail.has_lost_another and not tail.reports_another
     other = Tail()
     other.feed(b"WorkerFailedError: Worker 1 failed in a callback: ValueError: no\nReceived: failed_")
     other.feed(b"worker=1\n")
-    assert other.has_lost_another
+    assert other.has_lost_another and other.reports_another
 
 
 # ---- the report
@@ -283,9 +283,12 @@ def test_tail_notes_the_traceback():
 TRACEBACK = ["Traceback (most recent call last):", '  File "a.py", line 1, in f', "    g()", "ValueError: no"]
 
 
+@pytest.mark.kills("log_line_ends_the_traceback", "source_line_taken_for_the_error")
 def test_the_last_traceback_is_preferred():
     first = ["Traceback (most recent call last):", "KeyError: 1", "", "During handling of ...", ""]
-    assert last_traceback(["noise", *first, *TRACEBACK], 10) == TRACEBACK
+    log = "E0000 00:00:17 a.cc:1] failed"  # from another thread
+    assert last_traceback(["noise", *first, *TRACEBACK[:2], log, *TRACEBACK[2:]], 10) == TRACEBACK
+    assert last_traceback([*TRACEBACK[:2], f"    {log}", "g()", TRACEBACK[3]], 3)[-1] == TRACEBACK[3]
 
 
 @pytest.mark.kills("noise_in_the_report")
@@ -295,10 +298,8 @@ def test_without_a_traceback_log_lines_of_frameworks_are_left_out():
         "I0000 00:00:1795769899.003348   26325 port.cc:153] oneDNN custom operations are on.",
         "2026-11-27 08:56:18.123456: I tensorflow/core/util/port.cc:153] oneDNN custom operations are on.",
     ]
-    assert last_traceback(["epoch 1", *noise, "E0000 00:00:17 a.cc:1] failed"], 10) == [
-        "epoch 1",
-        "E0000 00:00:17 a.cc:1] failed",
-    ]
+    own = ["epoch 1", "E0000 00:00:17 a.cc:1] failed"]
+    assert last_traceback([own[0], *noise, own[1]], 10) == own
     assert last_traceback(noise, 10) == noise, "better than nothing"
     assert last_traceback(["a", "", "b"], 10) == ["a", "b"]
     assert last_traceback([], 10) == []
@@ -311,7 +312,7 @@ def test_a_long_traceback_is_shortened_from_the_middle():
     assert "ValueError: no" in short and "    call49()" in short and "  …" in short
 
 
-@pytest.mark.kills("users_line_lost_in_frames_of_libraries", "carets_taken_for_the_error")
+@pytest.mark.kills("users_line_lost_in_frames_of_libraries")
 def test_the_last_frame_of_the_user_is_shown():
     library = [f'  File "/v/site-packages/keras/x.py", line {i}, in f' for i in range(30)]
     own = [f'  File "{errors.__file__}", line 3, in own', "    raise ValueError(", "^^^^^^^^^^^^^^^^^"]
@@ -349,13 +350,15 @@ def test_exit_codes():
     assert "exit code 3" in failure_block(_ended(3), [])
 
 
-# ---- the worker that failed first
+def _tail(reason="", traceback_at=None):
+    lost, reported = reason != "", reason == "reported"
+    return types.SimpleNamespace(traceback_at=traceback_at, has_lost_another=lost, reports_another=reported)
 
 
 def _judged(*workers):
     supervisor = Supervisor([], JobPlan("job", 0, []), Sink(io.StringIO()))
-    for exit_code, exited_at, traceback_at, *lost in workers:
-        tail = types.SimpleNamespace(traceback_at=traceback_at, has_lost_another=bool(lost))
+    for exit_code, exited_at, traceback_at, *reason in workers:
+        tail = _tail(*reason, traceback_at=traceback_at)
         supervisor._failures.append(
             types.SimpleNamespace(exit_code=exit_code, exited_at=exited_at, tail=tail)
         )
@@ -373,28 +376,24 @@ def test_who_failed_first():
     # An old traceback is not the reason for a failure.
     assert _judged((1, 10.0, None), (1, 10.1, 2.0)) == 0
     # The first worker reports the loss of the second worker, which exits later.
-    assert _judged((1, 10.0, 9.9, True), (1, 10.1, None)) == 1
-    assert _judged((1, 10.1, None, True), (1, 10.0, None, True)) == 1
+    assert _judged((1, 10.0, 9.9, "lost"), (1, 14.0, None)) == 1
+    assert _judged((1, 10.1, None, "lost"), (1, 10.0, None, "lost")) == 1
 
 
-@pytest.mark.parametrize(("lost", "waits"), [(True, 0.6), (False, 0.2)])
-def test_whoever_has_lost_another_waits_for_it_to_end(lost, waits, monkeypatch):
+@pytest.mark.kills("reported_workers_terminated_while_they_exit")
+@pytest.mark.parametrize(("reason", "waits"), [("lost", 0.6), ("reported", 5.0), ("", 0.2)])
+def test_the_launcher_waits_for_the_worker_that_failed_first(reason, waits, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(supervisor_module, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    tail = types.SimpleNamespace(traceback_at=None, has_lost_another=lost)
-    plan = types.SimpleNamespace(role="worker", helps=False)
-    failed = types.SimpleNamespace(
-        alive=False, exit_code=1, exited_at=100.0, tail=tail, plan=plan, frozen=False, collect=lambda: True
-    )
-    other_tail = types.SimpleNamespace(traceback_at=None, has_lost_another=False)
-    leaves = types.SimpleNamespace(
-        alive=True, exit_code=None, pid=0, tail=other_tail, plan=plan, frozen=False
-    )
+    shared = {"plan": types.SimpleNamespace(role="worker", helps=False), "frozen": False}
+    ended = {"exit_code": 1, "exited_at": 100.0, "collect": lambda: True, "tail": _tail(reason)}
+    failed = types.SimpleNamespace(**shared, **ended, alive=False)
+    leaves = types.SimpleNamespace(**shared, alive=True, exit_code=None, pid=0, tail=_tail())
     supervisor = Supervisor([failed, leaves], JobPlan("job", 2, []), Sink(io.StringIO()))
-    monkeypatch.setattr(supervisor, "_signal_all", lambda signum: None)
-    monkeypatch.setattr(supervisor, "_kill_everything", lambda: None)
+    for method in ("_signal_all", "_kill_everything"):
+        monkeypatch.setattr(supervisor, method, lambda *args: None)
     supervisor._note_exit(failed)
-    for seconds in (0.1, 0.25, 0.55, 0.65):
+    for seconds in (0.1, 0.25, 0.55, 0.65, 4.9, 5.1):
         now[0] = 100.0 + seconds
         supervisor._act()
-        assert (supervisor._outcome.failed is failed) == (seconds > waits), seconds
+        assert (supervisor._outcome.failed is failed) == (seconds > waits)
