@@ -165,7 +165,12 @@ def clean(directory: str, live: set[str]) -> None:
     `live` contains the tokens of directories that are in use. A directory with unknown files and without an
     index is never removed, even if its name matches.
     """
-    for entry in os.listdir(directory):
+    entries = os.listdir(directory)
+    temporary = [entry for entry in entries if layout.temporary_of(entry) and not entry.endswith(tuple(live))]
+    left = {entry for entry in temporary if _is_left(os.path.join(directory, entry))}
+    # Another save may be between its two renames. It shares its token with the checkpoint that it replaces.
+    running = tuple({entry[-16:] for entry in temporary} - {entry[-16:] for entry in left})
+    for entry in entries:
         path = os.path.join(directory, entry)
         old = layout.replaced_of(entry)
         if old is not None:
@@ -173,17 +178,17 @@ def clean(directory: str, live: set[str]) -> None:
             if layout.is_checkpoint(target):
                 if layout.is_of_a_save(path):
                     remove(path)
-            elif layout.is_checkpoint(path):
+            elif layout.is_checkpoint(path) and not entry.endswith(running):
                 with contextlib.suppress(OSError):
                     os.rename(path, target)
-        elif layout.temporary_of(entry) is None or entry.endswith(tuple(live)):
-            continue
-        elif layout.is_of_a_save(path) and _is_left(path):
+        elif entry in left:
             remove(path)
 
 
 def _is_left(path: str) -> bool:
     """Returns whether a temporary directory is stale: not locked, or old if it cannot be locked."""
+    if not layout.is_of_a_save(path):
+        return False
     try:
         fd = os.open(path, os.O_RDONLY)
     except OSError:

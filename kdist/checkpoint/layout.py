@@ -90,7 +90,10 @@ def is_checkpoint(path: str) -> bool:
 def is_of_a_save(path: str) -> bool:
     """Returns whether a directory is a checkpoint, or contains only files that a save writes."""
     try:
-        return is_checkpoint(path) or (not os.path.islink(path) and all(map(is_own, os.listdir(path))))
+        names = set(os.listdir(path))
+        if INDEX in names and os.path.getsize(os.path.join(path, INDEX)) == 0:  # killed before the first byte
+            names.remove(INDEX)
+        return is_checkpoint(path) or (not os.path.islink(path) and all(map(is_own, names)))
     except OSError:
         return False
 

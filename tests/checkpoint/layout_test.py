@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import os
 import shutil
 
@@ -55,6 +56,29 @@ def test_one_that_is_being_replaced_still_counts(tmp_path):
     assert kdist.latest_checkpoint(tmp_path) == str(tmp_path / "ckpt-1")
     clean(str(tmp_path), set())
     assert os.listdir(tmp_path) == ["ckpt-1"]
+
+
+@pytest.mark.kills("checkpoint_put_back_during_its_replacement")
+def test_another_save_does_not_put_back_one_that_is_being_replaced(tmp_path):
+    make(tmp_path, old := ".best.old-00000000000000aa", 1.0)
+    make(tmp_path, new := ".best.tmp-00000000000000aa", 2.0)
+    lock = os.open(tmp_path / new, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    clean(str(tmp_path), set())
+    assert sorted(os.listdir(tmp_path)) == [old, new]
+    os.close(lock)  # the save was killed
+    clean(str(tmp_path), set())
+    assert os.listdir(tmp_path) == ["best"]
+
+
+@pytest.mark.kills("checkpoint_without_a_byte_in_its_index_kept")
+def test_a_save_that_was_killed_before_the_first_byte_of_its_index_is_removed(tmp_path):
+    make(tmp_path, ".ckpt.tmp-00000000000000aa", 1.0)
+    make(tmp_path, foreign := ".ckpt.tmp-00000000000000bb", 1.0)
+    (tmp_path / ".ckpt.tmp-00000000000000aa" / "index.json").write_bytes(b"")
+    (tmp_path / foreign / "index.json").write_bytes(b"{}")
+    clean(str(tmp_path), set())
+    assert os.listdir(tmp_path) == [foreign]
 
 
 names = st.text(st.characters(codec="ascii", categories=["L", "N"], include_characters=".-_"), min_size=1)
