@@ -105,6 +105,7 @@ class CheckpointManager:
         self._init_fn = init_fn
         self._last_step: int | None = None
         self._made = time.time()
+        self._is_noted = False
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -232,12 +233,16 @@ class CheckpointManager:
         if self._max_to_keep is None:
             return
         state = self._read_kept()
+        if self._every is not None and not self._is_noted:
+            # Otherwise, a job that restarts more often than every n hours would keep nothing.
+            self._write_kept(state)
+            self._is_noted = True
         managed = [found for found in self._find() if found.number not in state["kept"]]
         for found in managed[: -self._max_to_keep]:
             if self._every is not None and found.saved_at - state["last"] >= self._every:
                 state["kept"].append(found.number)
                 state["last"] = found.saved_at
-                storage.of(self._directory).put(self._kept_path, json.dumps(state).encode())
+                self._write_kept(state)
                 continue
             _delete(found.path)
 
@@ -250,6 +255,9 @@ class CheckpointManager:
             state = json.loads(storage.of(self._directory).read(self._kept_path))
             return {"last": float(state["last"]), "kept": list(state["kept"])}
         return {"last": self._made, "kept": []}
+
+    def _write_kept(self, state: dict[str, Any]) -> None:
+        storage.of(self._directory).put(self._kept_path, json.dumps(state).encode())
 
     def __repr__(self) -> str:
         return f"<CheckpointManager of {self._directory!r}>"

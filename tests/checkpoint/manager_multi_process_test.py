@@ -67,12 +67,19 @@ def in_worker_manage(folder):
         manager.save(asynchronous=False)
     kdist.barrier()
     assert len(manager.checkpoints) == 1 and len(os.listdir(manager.directory)) == 4
+    for _ in range(3):  # as in a job that restarts after every save
+        manager = kdist.CheckpointManager(again, folder + "-restarts", 1, keep_checkpoint_every_n_hours=1e-9)
+        manager.save(asynchronous=False)
+    kdist.barrier()
+    assert len(manager.checkpoints) == 1 and len(os.listdir(manager.directory)) == 4
     for wrong in ({"max_to_keep": 0}, {"max_to_keep": 1, "checkpoint_interval": 5}):
         with pytest.raises(kdist.errors.InvalidArgumentError):
             kdist.CheckpointManager(again, folder, **wrong)
 
 
-@pytest.mark.kills("checkpoint_shards_overwritten", "checkpoint_too_many_deleted")
+@pytest.mark.kills(
+    "checkpoint_shards_overwritten", "checkpoint_too_many_deleted", "manager_forgets_the_hours_at_a_restart"
+)
 def test_the_manager(tmp_path):
     run("torch", 2, in_worker_manage, str(tmp_path / "managed"))
 
