@@ -114,7 +114,10 @@ def caught_signals(handle: Callable[[socket.socket], None]) -> Iterator[socket.s
     with ours, theirs:
         ours.setblocking(False)
         theirs.setblocking(False)
-        before = {signum: signal.signal(signum, lambda *_: None) for signum in ENDING}
+        # `nohup` ignores SIGHUP, so that the job continues when the terminal closes.
+        is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        caught = [signum for signum in ENDING if signum != signal.SIGHUP or not is_ignored]
+        before = {signum: signal.signal(signum, lambda *_: None) for signum in caught}
         wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
         try:
             yield ours

@@ -46,3 +46,13 @@ def test_the_workers_are_told_and_nothing_is_started_again(
         [] if code is None else ["told 0", "told 1"]
     )
     assert len(workers) == 2 and left_of(workers, within=5) == []
+
+
+@pytest.mark.kills("launch_nohup_without_effect")
+def test_a_job_under_nohup_continues(tmp_path: Path) -> None:
+    script = 'import time\nprint("born", flush=True)\ntime.sleep(1)\nprint("done")\n'
+    with Script(tmp_path, "script", script, {}, ("nohup", *RUN, "-n", "2")) as job:
+        job.wait_for("born", 30)
+        os.kill(job.process.pid, signal.SIGHUP)
+        job.finish(30)
+    assert job.stdout().count("done") == 2
