@@ -209,8 +209,8 @@ def _container(request: Request, options: argparse.Namespace) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": _WORKER,
         "image": options.image,
-        # Kubernetes would expand `$(…)`.
-        "command": [word.replace("$(", "$$(") for word in request.command],
+        # Kubernetes expands `$(…)`, and makes one `$` of `$$`.
+        "command": [word.replace("$", "$$") for word in request.command],
         "env": _environment(request, options),
     }
     container["securityContext"] = {"allowPrivilegeEscalation": False}
@@ -233,7 +233,7 @@ def _environment(request: Request, options: argparse.Namespace) -> list[dict[str
     }
     if request.cpus is not None:  # a container sees all cores of its node
         variables |= dict.fromkeys(THREADS, str(request.cpus))
-    variables |= {key: value.replace("$(", "$$(") for key, value in request.variables.items()}
+    variables |= {key: value.replace("$", "$$") for key, value in request.variables.items()}
     variables.pop(TOKEN_VARIABLE, None)  # it is in the Secret
     failures = "metadata.annotations['batch.kubernetes.io/job-index-failure-count']"
     told: list[dict[str, Any]] = [{"name": key, "value": value} for key, value in variables.items()]

@@ -11,7 +11,7 @@ EVERYTHING = [
     *BASE, "--name", "big", "--namespace", "team", "--backend", "jax", "--cpus", "8", "--gpus", "2", "--memory", "16G",
     "--time", "1-02:03:04", "--max-restarts", "5", "--grace-period", "300", "--checkpoint-dir", "/data/here", "--port",
     "3333", "--storage", "1Ti", "--storage-class", "nfs", "--shared-memory", "8Gi", "--env", "A=$(KERAS_BACKEND): é #",
-    "-m", "package.train", "--flag", "$(A) 'b'",
+    "-m", "package.train", "--flag", "$(A) 'b'", "$$(A) $",
 ]  # fmt: skip
 
 
@@ -124,13 +124,14 @@ def test_the_workers_share_the_checkpoints(objects):
     assert pod_of(ours)["volumes"][0]["persistentVolumeClaim"]["claimName"] == "ours"
 
 
+@pytest.mark.kills("manifest_two_dollars_become_one")
 def test_what_a_worker_gets(objects):
     found = objects(*EVERYTHING)
     (container,) = pod_of(found)["containers"]
     assert container["resources"] == {
         "requests": {"cpu": "8", "memory": "16384Mi"}, "limits": {"memory": "16384Mi", "nvidia.com/gpu": "2"}
     }  # fmt: skip
-    assert container["command"] == ["python", "-m", "package.train", "--flag", "$$(A) 'b'"]
+    assert container["command"] == ["python", "-m", "package.train", "--flag", "$$(A) 'b'", "$$$$(A) $$"]
     told = environment_of(found)
     assert told["A"] == "$$(KERAS_BACKEND): é #", "Kubernetes makes one $ of two, and looks for no variable"
     assert told["KERAS_BACKEND"] == "jax" and told["OMP_NUM_THREADS"] == "8"
