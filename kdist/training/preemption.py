@@ -112,6 +112,7 @@ class TerminationWatch:
         logs.logger.warning("a worker will be terminated: all workers save a checkpoint and exit.")
         (self._config.save_fn or save)()
         self.close()
+        self._noticed = None  # if `exit_fn` returns, the next steps do not save again
         if self._config.exit_fn is not None:
             self._config.exit_fn()
         else:

@@ -229,6 +229,30 @@ def test_the_exit_code_says_that_the_job_may_go_on() -> None:
     assert run("torch", 1, terminated) == [(False, True, 75, [True])]
 
 
+def terminated_with_an_exit_fn_that_returns() -> Any:
+    import kdist
+
+    saved: list[int] = []
+    checkpoint = kdist.Checkpoint(step=0)
+    config = kdist.experimental.TerminationConfig(exit_fn=int, save_fn=lambda: saved.append(checkpoint.step))
+    handler = kdist.experimental.PreemptionCheckpointHandler(
+        None, checkpoint, "never", termination_config=config
+    )
+    os.kill(os.getpid(), signal.SIGTERM)
+    with handler.watch_preemption_scope():
+        for _ in range(100):
+            handler.run(lambda: None)
+            checkpoint.step += 1
+    return saved
+
+
+@pytest.mark.kills("preemption_saved_again_and_again")
+@pytest.mark.xdist_group("pool-torch")
+def test_an_exit_fn_that_returns_is_called_once() -> None:
+    ((step,),) = run("torch", 1, terminated_with_an_exit_fn_that_returns)
+    assert step < 100
+
+
 def terminated_in_the_last_step(folder: str) -> list[str]:
     import kdist
 
