@@ -113,6 +113,8 @@ class SidecarEvaluator:
     ) -> None:
         import keras
 
+        from kdist.coordinator.export import SidecarEvaluatorModelExport
+
         keras_hooks.require_compiled(model, "evaluate")
         _check(data, checkpoint_dir, max_evaluations, poll_seconds)
         self._model = model
@@ -121,6 +123,8 @@ class SidecarEvaluator:
         self._folder = Folder(os.path.abspath(checkpoint_dir), poll_seconds)
         self._max_evaluations = max_evaluations
         self._callbacks = [] if callbacks is None else keras.tree.flatten(callbacks)
+        self._exports = [one for one in self._callbacks if isinstance(one, SidecarEvaluatorModelExport)]
+        self._folder.excluded = [export.exported for export in self._exports]
         self._verbose = verbose
         self._poll_seconds = poll_seconds
         self._first_timeout = first_timeout
@@ -182,7 +186,6 @@ class SidecarEvaluator:
         """Evaluates a checkpoint, and returns whether it was readable."""
         import keras
 
-        from kdist.coordinator.export import SidecarEvaluatorModelExport
         from kdist.coordinator.loading import load
 
         model = self._model
@@ -194,9 +197,8 @@ class SidecarEvaluator:
             logger.warning("the evaluator skips a checkpoint: %s", error)
             self._folder.pass_over(found)
             return False
-        for callback in self._callbacks:
-            if isinstance(callback, SidecarEvaluatorModelExport):
-                callback.checkpoint_number = found.number
+        for export in self._exports:
+            export.checkpoint_number = found.number
         logs = model.evaluate(**self._arguments(), callbacks=self._callbacks, verbose=0, return_dict=True)
         self._folder.done_with(found)
         optimizer = getattr(model, "optimizer", None)

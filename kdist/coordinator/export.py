@@ -43,6 +43,8 @@ class SidecarEvaluatorModelExport(keras.callbacks.ModelCheckpoint):
         super().__init__(export_filepath, monitor.removeprefix("val_"), **{"save_best_only": True} | kwargs)
         self.checkpoint_filepath = checkpoint_filepath
         self.checkpoint_number: int | None = None
+        # The files of this callback, which are not checkpoints of the training.
+        self.exported = {os.path.abspath(self.filepath)}
         self._count = 0
 
     def on_test_end(self, logs: dict[str, float] | None = None) -> None:
@@ -58,3 +60,8 @@ class SidecarEvaluatorModelExport(keras.callbacks.ModelCheckpoint):
         number = self._count if self.checkpoint_number is None else self.checkpoint_number
         named = logs | {f"val_{name}": value for name, value in logs.items()}
         super().on_epoch_end(number - 1, named)
+
+    def _get_file_path(self, epoch: int, batch: int | None, logs: dict[str, float]) -> str:
+        path = super()._get_file_path(epoch, batch, logs)
+        self.exported.add(os.path.abspath(path))
+        return path
