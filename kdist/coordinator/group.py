@@ -60,6 +60,13 @@ class Group:
                     received={"synchronous": True, "workers": [peer.name for peer in self.workers]},
                     hint="Start each worker in its own process, or train asynchronously.",
                 )
+            new = [peer for peer, task in zip(self.workers, tasks, strict=True) if not task["has_joined"]]
+            if new and len(new) < len(tasks):
+                raise WorkerLostError(
+                    "Some workers of a synchronous job were restarted, but the others wait for the earlier processes.",
+                    received={"restarted": new},
+                    hint="Restart all workers and the coordinator.",
+                )
             self.call("join_group", {"workers": [task["place"] for task in tasks]})
             self._has_joined = True
 
@@ -146,9 +153,13 @@ class GroupTask(SessionTask):
 
     @shipping.answers_errors
     def place(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
-        """Returns an address with a free port, at which the other workers connect, and the worker's process."""
+        """Returns a free address for the other workers, the worker's process, and whether it is in a group."""
         host, _ = split_address(self.address)
-        return {"place": join_address(host, free_ports(1)[0]), "process": _token(os.getpid())}, ()
+        return {
+            "place": join_address(host, free_ports(1)[0]),
+            "process": _token(os.getpid()),
+            "has_joined": GroupTask._joined is not None,
+        }, ()
 
     @shipping.answers_errors
     def join_group(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:

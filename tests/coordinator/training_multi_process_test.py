@@ -244,6 +244,7 @@ def test_a_lost_server_ends_the_job_with_its_name(backend: str, tmp_path: Path) 
         assert tasks.tasks["worker", 0].exit_code is None
 
 
+@pytest.mark.kills(tensorflow_wrong_logs_hang="[tensorflow]")
 @each_backend
 def test_an_error_of_a_function_is_raised_once(backend: str, tmp_path: Path) -> None:
     source = f"""
@@ -261,9 +262,38 @@ def test_an_error_of_a_function_is_raised_once(backend: str, tmp_path: Path) -> 
     result = coordinator.schedule(lambda: 7)
     coordinator.join()
     tell(result=int(coordinator.fetch(result)))
+    # As in `fit`, if a custom `train_step` returns no logs.
+    strategy.coordination.schedule(lambda: 7, (), {{}}, {{}}.update)
+    try:
+        coordinator.join()
+    except TypeError as error:
+        tell(error=str(error))
     """
     with cluster(backend, tmp_path, 1, 1) as tasks:
         chief = tasks.coordinate(source).finish()
-        error, result = facts(chief)
+        error, result, wrong_logs = facts(chief)
     assert "an error of its own" in str(error["error"])
     assert result == {"result": 7}
+    assert "not iterable" in str(wrong_logs["error"])
+
+
+@pytest.mark.kills(servers_group_with_a_restarted_worker="[torch]")
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_a_synchronous_job_names_a_worker_that_was_restarted(backend: str, tmp_path: Path) -> None:
+    source = """
+    strategy = kdist.ParameterServerStrategy(synchronous=True)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+        model.compile("sgd", "mse")
+    try:
+        tell(loss=model.fit(np.ones((6, 2)), np.ones((6, 1)), verbose=0).history["loss"])
+    except RuntimeError as error:
+        tell(error=str(error))
+    """
+    with cluster(backend, tmp_path, num_ps=1) as tasks:
+        assert facts(tasks.coordinate(source).finish()) == [{"loss": [1.0]}]
+        tasks.kill("worker", 1)
+        tasks.start_task("worker", 1)
+        (found,) = facts(tasks.coordinate(source).finish())
+        assert f"restarted=[worker 1 ({tasks.spec['worker'][1]})]" in str(found["error"])
+        assert "Restart all workers" in str(found["error"])

@@ -156,13 +156,12 @@ class NativeCoordination(Coordination):
             try:
                 with eager_context.executor_scope(executor):
                     value = self._execute(index, closure.fn, closure.args)
+                self.closures.end(closure, value)
             except _Lost:
                 self.closures.again(closure)
                 self._recover(index)
             except BaseException as error:
                 self.closures.end(closure, error=error)
-            else:
-                self.closures.end(closure, value)
 
     def _execute(
         self, index: int, compiled: scheduled.Compiled | Exception, tensors: Sequence[tf.Tensor | Values]
