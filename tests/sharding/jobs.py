@@ -316,3 +316,22 @@ def copied_weights(name: str | None) -> dict[str, Any]:
         model.compile(keras.optimizers.ScheduleFreeAdamW(0.05), "mse")
     history = model.fit(*rows(), batch_size=8, epochs=2, shuffle=False, verbose=0)
     return {"losses": history.history["loss"], "values": state_of(model)}
+
+
+def averaged_weights(name: str | None) -> dict[str, Any]:
+    """Trains twice. Each time, the weights become their averages in the end."""
+    import contextlib
+
+    import keras
+
+    random = np.random.RandomState(2)
+    x = random.randn(21, LENGTH).astype("float32")
+    with contextlib.nullcontext() if name is None else strategy(name).scope():
+        model = keras.Sequential([keras.Input((LENGTH,)), keras.layers.Dense(4, use_bias=False)])
+        model.compile(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5), "mse")
+    model.set_weights([random.randn(LENGTH, 4).astype("float32")])  # the same on all backends
+    losses = []
+    for _ in range(2):
+        history = model.fit(x, x[:, :4] * 2, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        losses += history.history["loss"]
+    return {"losses": losses, "values": state_of(model)}

@@ -173,8 +173,16 @@ def test_an_optimizer_starts_from_copies_of_the_weights(place: Any, pools: Pools
     _check_job(jobs.copied_weights, place, pools)
 
 
-def _check_job(job: Any, place: tuple[str, int, int], pools: Pools) -> None:
-    expected = run_plain(place[0], job, None)
+# Plain Keras cannot train such a model twice on JAX.
+@pytest.mark.kills(jax_array_of_two_sharded_variables="[four-devices]")
+@pytest.mark.parametrize("place", [TWO_WORKERS, FOUR_DEVICES], ids=["two-workers", "four-devices"])
+@pytest.mark.in_turn(2)
+def test_weights_and_their_averages_do_not_share_memory(place: Any, pools: Pools) -> None:
+    _check_job(jobs.averaged_weights, place, pools, "torch")
+
+
+def _check_job(job: Any, place: tuple[str, int, int], pools: Pools, plain: str | None = None) -> None:
+    expected = run_plain(plain or place[0], job, None)
     for actual in pools.run(place, job, "fully"):
         _compare(actual, expected)
 

@@ -178,7 +178,10 @@ def assigned_value(variable: keras.Variable, value: jax.Array) -> jax.Array:
         return value
     if is_padded(variable) and not isinstance(value, jax.core.Tracer):
         value = stored(variable, whole(value, place.sharding.mesh))
-    return arranged(value, place.sharding)
+    found = arranged(value, place.sharding)
+    # It can be the array of another variable. A step reuses the memory of its variables, so they need a copy each.
+    is_shared = found is value and is_divided(variable) and not isinstance(value, jax.core.Tracer)
+    return found.copy() if is_shared else found
 
 
 def whole(value: jax.Array, mesh: Mesh) -> np.ndarray:
