@@ -42,6 +42,9 @@ hypothesis.settings.load_profile("kdist")
 # Background commands of a shell ignore Ctrl-C, and all their child processes inherit this.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# The same applies to SIGHUP under `nohup`. Child processes do not inherit a handler, so pytest continues to ignore it.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 def pytest_report_header() -> str:
