@@ -1,4 +1,4 @@
-"""Datasets read batches in other processes: Keras's `PyDataset`, and PyTorch's `DataLoader` with "spawn"."""
+"""Datasets read batches in other processes, and samplers without a length."""
 
 from __future__ import annotations
 
@@ -87,3 +87,36 @@ def test_a_py_dataset_with_processes(backend, tmp_path):
 def test_a_data_loader_with_spawned_processes(backend, tmp_path):
     readers, workers = check(backend, "DataLoader", tmp_path)
     assert len(readers - workers) >= 2 and not readers & workers
+
+
+def in_worker_sampler_without_length(is_infinite: bool) -> object:
+    """Returns the rows that a distributed loader reads, or its error."""
+    import itertools
+
+    import torch
+
+    from kdist.data.sources import torch_loader
+    from kdist.errors import DatasetError
+
+    class Sampler(torch.utils.data.Sampler):
+        def __iter__(self):
+            return itertools.cycle(range(10)) if is_infinite else iter(range(10))
+
+    torch_loader._MOST_INDICES = 1000
+    rows = torch.utils.data.TensorDataset(torch.arange(10.0)[:, None])
+    loader = torch.utils.data.DataLoader(rows, batch_size=4, sampler=Sampler())
+    try:
+        parts = list(strategy().experimental_distribute_dataset(loader))
+        return [np.ravel(strategy().gather(part[0], axis=0)).tolist() for part in parts]
+    except DatasetError as error:
+        return str(error)
+
+
+@pytest.mark.kills(data_sampler_read_forever="[jax]")
+@each_backend
+def test_samplers_without_a_length(backend):
+    assert (
+        run(backend, 2, in_worker_sampler_without_length, False) == [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]] * 2
+    )
+    for error in run(backend, 2, in_worker_sampler_without_length, True):
+        assert "has no length and may be infinite" in error and "Sampler" in error

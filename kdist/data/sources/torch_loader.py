@@ -11,6 +11,7 @@ import base64
 import contextlib
 import itertools
 import random
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,9 @@ from kdist.errors import DatasetError
 
 if TYPE_CHECKING:
     from kdist.arrays.types import Structure
+
+# The most indices of a sampler without a length that are read in advance: about a second, and 0.4 GB.
+_MOST_INDICES = 10_000_000
 
 
 def random_states(loader: Any) -> list[str]:
@@ -135,7 +139,7 @@ class TorchLoaderSource(Source):
         if self._generator is not None:
             return self._indices_by_generator(epoch)
         with _seeded(self.seed + epoch):
-            return [list(indices) for indices in self.dataset.batch_sampler]
+            return self._next_pass()
 
     def _indices_by_generator(self, epoch: int) -> list[list[int]]:
         import torch
@@ -147,9 +151,25 @@ class TorchLoaderSource(Source):
             if self.dataset.generator is self._generator:
                 # Each iteration of a loader draws the seed of its worker processes first.
                 torch.empty((), dtype=torch.int64).random_(generator=self._generator)
-            indices = [list(batch) for batch in self.dataset.batch_sampler]
+            indices = self._next_pass()
             self._states[e + 1] = self._generator.get_state()
         return indices
+
+    def _next_pass(self) -> list[list[int]]:
+        left = _MOST_INDICES if self.num_batches is None else sys.maxsize
+        batches: list[list[int]] = []
+        for indices in self.dataset.batch_sampler:
+            batches.append(list(indices))
+            left -= len(batches[-1])
+            if left < 0:
+                raise DatasetError(
+                    "The sampler of the DataLoader has no length and may be infinite: kdist has read "
+                    f"{_MOST_INDICES:,} indices of one epoch.",
+                    received={"sampler": type(getattr(self.dataset.batch_sampler, "sampler", None)).__name__},
+                    hint="If the sampler is finite, add a method `__len__`. Otherwise, end each epoch after a number "
+                    "of samples, or yield the samples from an IterableDataset.",
+                )
+        return batches
 
     def _set_epoch(self, epoch: int) -> None:
         batch_sampler = self.dataset.batch_sampler
