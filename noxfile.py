@@ -1,11 +1,12 @@
 """`make matrix` runs a part of the contract with the oldest and the newest versions, each in a new environment.
 
 `nox --list` lists the environments. `nox -s contract-newest -- --full` runs every cell. nox skips Python versions that
-it cannot find. With pyenv, set `PYENV_VERSION=3.11:3.12:3.13` to make several versions available.
+it cannot find, unless you pass `--error-on-missing-interpreters`.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -15,6 +16,8 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 from tests.versions import ENVIRONMENTS, Environment  # noqa: E402
 
+# Otherwise, pyenv offers only one of its versions.
+os.environ.setdefault("PYENV_VERSION", "3.11:3.12:3.13")
 nox.options.default_venv_backend = "venv"
 nox.options.error_on_missing_interpreters = False
 TESTING = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")

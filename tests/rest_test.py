@@ -48,6 +48,12 @@ def test_three_turns_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(found) == sorted(f"{i}/12" for i in range(1, 13))
 
 
+def test_a_python_version_that_is_missing_is_a_failure() -> None:
+    others = {name: command for name, command in rest.shards().items() if "nox" in command}
+    assert {"versions Python 3.12", "versions Python 3.13"} <= {*others}
+    assert all("--error-on-missing-interpreters" in command for command in others.values())
+
+
 @pytest.mark.kills("score_of_a_module_without_files")
 @pytest.mark.parametrize("package", rest.PACKAGES)
 def test_a_mutation_score_is_about_one_package(package: str) -> None:
