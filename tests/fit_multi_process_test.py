@@ -65,9 +65,13 @@ def in_worker_stop(where, who):
         "no vote": [keras.callbacks.LearningRateScheduler(schedule), keras.callbacks.TerminateOnNaN()],
         "lambda": [keras.callbacks.LambdaCallback(on_train_batch_end=by_lambda)],
         "on the object": [on_the_object],
+        "NaN": [keras.callbacks.TerminateOnNaN()] if rank() == who else [],
     }[where]
     model = make_model(scope=strategy().scope())
-    history = model.fit(*make_data(), batch_size=4, epochs=5, verbose=0, callbacks=callbacks)
+    x, y = make_data()
+    if where == "NaN":
+        y[8:] = np.nan
+    history = model.fit(x, y, batch_size=4, epochs=5, shuffle=False, verbose=0, callbacks=callbacks)
     return (
         len(history.epoch),
         int(keras.ops.convert_to_numpy(model.optimizer.iterations)),
@@ -80,6 +84,7 @@ def in_worker_stop(where, who):
     stop_by_a_function_on_the_object="[other-torch]",
     stop_on_one_worker="[other-torch]",
     stop_without_a_vote="[other-torch]",
+    stop_at_nan_on_one_worker="[other-torch]",
     stop_before_the_first_batch="[chief-torch]",
 )
 @each_backend
@@ -94,6 +99,7 @@ def test_stop_training_on_one_worker_stops_all_at_the_same_step(backend, who):
         "no vote": (2, 12),
         "lambda": (1, 2),
         "on the object": (1, 2),
+        "NaN": (1, 3),
     }
     for where, (epochs, steps) in expected.items():
         results = run(backend, 2, in_worker_stop, where, who)

@@ -54,9 +54,10 @@ class Ballot:
         self._runtime = runtime
         custom = [callback for callback in callbacks.callbacks if not _decides_alike(callback)]
         mine = [kind for kind, methods in _METHODS.items() if any(_acts_on(c, methods) for c in custom)]
+        if any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in callbacks.callbacks):
+            mine.append(_AT_NAN)
         # Only some workers may have such a callback, but then all must vote.
         self._votes = set(itertools.chain(*gather(runtime, mine)))
-        self._stops_at_nan = any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in callbacks.callbacks)
 
     def before_batches(self, kind: str, stop: bool, agreed: bool = False) -> bool:
         """Returns whether the loop of a kind ("train", "test", "predict") stops after its first batch.
@@ -73,8 +74,10 @@ class Ballot:
             return stop
         if kind in self._votes:
             return any_worker(self._runtime, stop)
-        # Keras's `TerminateOnNaN` is the only callback without votes that stops in an epoch.
-        return agreed or (stop and self._stops_at_nan and not math.isfinite(logs.get("loss", 0.0)))
+        # Keras's `TerminateOnNaN` is the only callback without votes that stops in an epoch. All workers read the loss,
+        # which is equal on all, because only some may have this callback.
+        loss = logs.get("loss") if kind == "train" and _AT_NAN in self._votes else None
+        return agreed or (loss is not None and not math.isfinite(loss))
 
 
 # Callbacks of Keras and kdist that act on batches but read no variables, or call `Progress.before_save` first.
@@ -82,6 +85,8 @@ _NO_READERS = (
     *("keras.ProgbarLogger", "keras.TensorBoard", "keras.TerminateOnNaN"),
     *("kdist.BackupAndRestore", "kdist.RunLog", "kdist.Throughput"),
 )
+# The vote of a worker with `TerminateOnNaN`.
+_AT_NAN = "train at NaN"
 # The methods in which custom callbacks can stop the loop of a kind, at its beginning or after a batch.
 _METHODS = {
     "train begin": ("on_epoch_begin",),
