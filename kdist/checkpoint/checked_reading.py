@@ -238,8 +238,12 @@ class _Shard:
         try:
             found = self.open_file(self.file.name)
         except FileNotFoundError as error:
+            directory = storage.split(self.path)[0]
+            is_there = storage.of(directory).exists(os.path.join(directory, layout.INDEX))
             raise CheckpointCorruptError(
-                "The checkpoint is corrupt: a shard is missing.",
+                "The checkpoint is corrupt: a shard is missing."
+                if is_there
+                else "The checkpoint was deleted while kdist read it, for example because of `max_to_keep`.",
                 received={"file": self.path, "shards": self.num_shards},
             ) from error
         except OSError as error:

@@ -89,9 +89,10 @@ class CheckpointManager:
                 hint="If the optimizer accumulates gradients, `optimizer.iterations` is a constant. Pass a function: "
                 "step_counter=lambda: optimizer.iterations",
             )
-        if not checkpoint_name or "/" in checkpoint_name or checkpoint_name.startswith("."):
+        is_found = layout.prefix_of(layout.numbered(checkpoint_name, 1)) == checkpoint_name
+        if not is_found or "/" in checkpoint_name or checkpoint_name.startswith("."):
             raise InvalidArgumentError(
-                "`checkpoint_name` is empty, contains a slash or starts with a dot.",
+                "`checkpoint_name` is empty, contains a slash or a line break, or starts with a dot.",
                 received={"checkpoint_name": checkpoint_name},
                 hint='Pass a plain name: checkpoint_name="ckpt"',
             )
@@ -125,8 +126,7 @@ class CheckpointManager:
     @property
     def checkpoints(self) -> list[str]:
         """The paths of complete checkpoints, oldest first. Omits checkpoints kept per n hours."""
-        kept = self._read_kept()["kept"]
-        return [found.path for found in self._find() if found.number not in kept]
+        return [found.path for found in self._managed(self._read_kept())]
 
     @property
     def latest_checkpoint(self) -> str | None:
@@ -225,8 +225,13 @@ class CheckpointManager:
             return False
         return step - self._last_step < self._interval
 
-    def _find(self) -> list[layout.Found]:
-        return layout.find(self._directory, self._name)
+    def _managed(self, state: dict[str, Any]) -> list[layout.Found]:
+        # Newer checkpoints have only the number of a kept one, which was deleted by hand without the hidden file.
+        return [
+            found
+            for found in layout.find(self._directory, self._name)
+            if found.number not in state["kept"] or found.saved_at > state["last"]
+        ]
 
     def _delete_old(self) -> None:
         """Runs on the committing worker after the commit, so that a failed save deletes nothing."""
@@ -237,8 +242,7 @@ class CheckpointManager:
             # Otherwise, a job that restarts more often than every n hours would keep nothing.
             self._write_kept(state)
             self._is_noted = True
-        managed = [found for found in self._find() if found.number not in state["kept"]]
-        for found in managed[: -self._max_to_keep]:
+        for found in self._managed(state)[: -self._max_to_keep]:
             if self._every is not None and found.saved_at - state["last"] >= self._every:
                 state["kept"].append(found.number)
                 state["last"] = found.saved_at

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import shutil
 import sys
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 from kdist import command_line
 from tests.checkpoint import jobs
 from tests.helpers.environment import ROOT
-from tests.helpers.processes import each_backend, run, strategy
+from tests.helpers.processes import each_backend, rank, run, strategy
 from tests.helpers.scripts import Script, run_python
 
 
@@ -67,6 +69,15 @@ def in_worker_manage(folder):
         manager.save(asynchronous=False)
     kdist.barrier()
     assert len(manager.checkpoints) == 1 and len(os.listdir(manager.directory)) == 4
+    kdist.barrier()
+    if rank() == 0:  # as with `rm -r FOLDER/*`, which leaves the hidden file
+        for name in glob.glob(f"{manager.directory}/ckpt-*"):
+            shutil.rmtree(name)
+    manager = kdist.CheckpointManager(again, folder + "-hours", 1, keep_checkpoint_every_n_hours=1e9)
+    for number in range(1, 8):
+        manager.save(number, asynchronous=False)
+    kdist.barrier()
+    assert names(manager.checkpoints) == ["ckpt-7"] == names(glob.glob(f"{manager.directory}/ckpt-*"))
     for _ in range(3):  # as in a job that restarts after every save
         manager = kdist.CheckpointManager(again, folder + "-restarts", 1, keep_checkpoint_every_n_hours=1e-9)
         manager.save(asynchronous=False)
@@ -78,7 +89,10 @@ def in_worker_manage(folder):
 
 
 @pytest.mark.kills(
-    "checkpoint_shards_overwritten", "checkpoint_too_many_deleted", "manager_forgets_the_hours_at_a_restart"
+    "checkpoint_shards_overwritten",
+    "checkpoint_too_many_deleted",
+    "manager_forgets_the_hours_at_a_restart",
+    "manager_keeps_the_number_of_a_deleted_checkpoint",
 )
 def test_the_manager(tmp_path):
     run("torch", 2, in_worker_manage, str(tmp_path / "managed"))

@@ -113,6 +113,7 @@ def in_worker_wrong_arguments(folder: str) -> list[str]:
     for call in (
         lambda: kdist.Checkpoint(epoch=1).save(""),
         lambda: kdist.Checkpoint(epoch=np.longdouble(1)).save(folder),
+        lambda: kdist.CheckpointManager(kdist.Checkpoint(epoch=1), folder, 1, checkpoint_name="a\nb"),
         lambda: manager.save(checkpoint_number=-1),
         lambda: manager.save(checkpoint_number=1.5),  # type: ignore[arg-type]
         lambda: kdist.callbacks.BackupAndRestore("backup", every_seconds=float("nan")),
@@ -124,11 +125,14 @@ def in_worker_wrong_arguments(folder: str) -> list[str]:
     return found
 
 
-@pytest.mark.kills("checkpoint_in_an_empty_directory", "backup_every_nan_seconds")
+@pytest.mark.kills(
+    "checkpoint_in_an_empty_directory", "backup_every_nan_seconds", "checkpoint_name_never_found"
+)
 def test_wrong_values_directories_numbers_and_times_are_errors(tmp_path: Path) -> None:
     value = "Cannot save 'epoch': a checkpoint cannot contain an object of this type"
+    name = "`checkpoint_name` is empty, contains a slash or a line break, or starts with a dot"
     number = "`checkpoint_number` is not a whole number of at least 0"
     time = "`every_seconds` is not a positive number"
     assert run("torch", 1, in_worker_wrong_arguments, str(tmp_path)) == [
-        ["The directory of the checkpoints is empty", value, number, number, time, time]
+        ["The directory of the checkpoints is empty", value, name, number, number, time, time]
     ]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kdist.checkpoint.checked_reading import read_tensors
 from kdist.checkpoint.index import DTYPES, File, Index, Piece, Tensor, checksum_of, dump, parse
 from kdist.checkpoint.shards import Size, cut
 from kdist.errors import CheckpointCorruptError, CheckpointError
@@ -52,6 +53,13 @@ def an_index(**changes):
         "configs": {},
     }
     return Index(**{**fields, **changes})
+
+
+@pytest.mark.kills("deleted_checkpoint_called_corrupt")
+def test_a_checkpoint_that_is_deleted_during_the_read_is_not_called_corrupt(tmp_path):
+    index = an_index()
+    with pytest.raises(CheckpointCorruptError, match="The checkpoint was deleted while kdist read it"):
+        read_tensors(str(tmp_path / "ckpt-1"), index, index.tensors)
 
 
 def test_an_index_is_what_was_written():
