@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist.cluster.roles import task_name
-from kdist.errors import InvalidArgumentError
+from kdist.errors import InvalidArgumentError, LaunchError
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _MOST_LINES = 40  # of the stacks in a message
@@ -159,7 +159,18 @@ def perform(data: bytes) -> Result:
             sys.path[:] = path
         fn, args, kwargs = pickle.loads(call)
         value = fn(*args, **kwargs)
-        return Result(True, cloudpickle().dumps(value))
+        try:
+            return Result(True, cloudpickle().dumps(value))
+        except Exception as error:
+            raise LaunchError(
+                "The result of the function cannot be pickled, so kdist cannot send it back.",
+                received={
+                    "fn": fn,
+                    "type": type(value).__name__,
+                    "error": f"{type(error).__name__}: {error}",
+                },
+                hint="Return plain Python values or NumPy arrays.",
+            ) from error
     except BaseException as error:
         text = "".join(traceback.format_exception(error)).rstrip()
         return Result(False, _pickle_error(error), f"{type(error).__name__}: {error}", text)

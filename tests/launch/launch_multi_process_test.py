@@ -120,9 +120,13 @@ def test_wrong_arguments():
         kdist.launch(print, args=(threading.Lock(),))
 
 
+@pytest.mark.kills("launch_result_not_pickled_without_its_type")
 def test_result_that_cannot_travel():
-    with pytest.raises(LaunchError, match="worker 0 failed: TypeError"):
-        kdist.launch(lambda: threading.Lock(), num_workers=1, timeout=TIMEOUT)
+    with pytest.raises(LaunchError, match="worker 0 failed: LaunchError: The result of the function") as info:
+        kdist.launch(lambda: {"a": threading.Lock()}, num_workers=1, timeout=TIMEOUT)
+    assert "<lambda>" in str(info.value) and "type='dict', error=\"TypeError: cannot pickle" in str(
+        info.value
+    )
 
 
 def test_from_a_main_script_without_a_guard(tmp_path):
