@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from kdist.arrays import rows
 from kdist.backends import get_backend
 from kdist.backends.contract import ReplicaBatches, Runtime, StepFunction
 from kdist.backends.coordination import Coordination, PerWorkerValues
+from kdist.errors import DatasetError
 
 _AHEAD = 2  # pending and running steps per worker, so that a worker always finds its next step
 
@@ -25,6 +27,7 @@ class ScheduledSteps(StepFunction):
         self._coordination = coordination
         self._function = TrainStep(model)
         self._logs: dict[str, object] = {}
+        self._num_done = 0
 
     def __call__(self, batches: Sequence[ReplicaBatches]) -> object:
         """Schedules a step for each batch, and returns the newest logs."""
@@ -34,12 +37,15 @@ class ScheduledSteps(StepFunction):
         data = [part if isinstance(part, PerWorkerValues) else rows.to_host(part) for part in parts]
         # TensorFlow applies all updates of a function at its end, so each step needs a separate call.
         for part in [[one] for one in data] if self._coordination.places_variables else [data]:
-            result = self._coordination.schedule(self._function, (part,), {}, self._take)
+            result = self._coordination.schedule(
+                self._function, (part,), {}, functools.partial(self._take, len(part))
+            )
         if not self._logs or self._coordination.closures.are_in_turn:  # `fit` needs logs at once
             result.fetch()
         return self._logs
 
-    def _take(self, logs: Any) -> None:
+    def _take(self, num_steps: int, logs: Any) -> None:
+        self._num_done += num_steps
         self._logs.update(logs)  # in place: earlier callers get the newest logs after `sync`
 
     def sync(self) -> None:
@@ -47,11 +53,18 @@ class ScheduledSteps(StepFunction):
         self._coordination.closures.wait()
         self._logs = {}
 
-    def __exit__(self, kind: type[BaseException] | None = None, *exc: object) -> None:
-        if kind is not None:
-            self._coordination.closures.cancel()
-        else:
+    def __exit__(self, kind: type[BaseException] | None = None, *exc: Any) -> None:
+        num_done, self._num_done = self._num_done, 0
+        if kind is None:
             self.sync()
+            return
+        self._coordination.closures.cancel()
+        if kind is StopIteration or kind.__name__ == "OutOfRangeError":  # of TensorFlow
+            raise DatasetError(
+                "The dataset of a worker ended before the last step of `fit`.",
+                received={"steps": num_done},
+                hint="Pass fewer steps_per_epoch or epochs, or repeat the dataset: dataset.repeat()",
+            ) from exc[0]
 
 
 class TrainStep:

@@ -173,6 +173,7 @@ def test_a_loop_trains_and_a_killed_worker_is_replaced(backend: str, tmp_path: P
     assert last["steps"] == 260
 
 
+@pytest.mark.kills(servers_end_of_a_workers_dataset="[torch]")
 @each_backend
 def test_fit_takes_datasets_of_the_workers_own(backend: str, tmp_path: Path) -> None:
     source = f"""
@@ -200,16 +201,28 @@ def test_fit_takes_datasets_of_the_workers_own(backend: str, tmp_path: Path) -> 
         model.fit(datasets)
     except ValueError as error:
         tell(error=str(error))
+    iterations = int(np.array(model.optimizer.iterations))
+    try:  # each worker has 4 batches
+        few = coordinator.create_per_worker_dataset(
+            lambda: strategy.distribute_datasets_from_function(lambda context: dataset_fn().take(4))
+        )
+        model.fit(few, steps_per_epoch=400, verbose=0)
+    except kdist.errors.DatasetError as error:
+        tell(ended=str(error))
     tell(
-        iterations=int(np.array(model.optimizer.iterations)),
+        iterations=iterations,
         by_hand=[float(np.mean(np.argmax(logits, axis=1) == y)), float(np.mean(losses))],
         **{{k: v[-1] for k, v in history.history.items()}},
     )
     """
     with cluster(backend, tmp_path) as tasks:
         chief = tasks.coordinate(source).finish()
-        error, found = facts(chief)
+        error, ended, found = facts(chief)
     assert "steps_per_epoch" in str(error["error"])
+    assert re.match(
+        r"The dataset of a worker ended before the last step of `fit`.\s+Received: steps=[4-8]\n",
+        ended["ended"],
+    )
     assert found["iterations"] == 120
     # Compare the values that the chief has read with the values on the servers.
     assert [found["val_accuracy"], found["val_loss"]] == pytest.approx(found["by_hand"], rel=2e-3)
