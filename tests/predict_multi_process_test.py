@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,29 @@ def test_outputs_with_other_numbers_of_rows(backend: str, num_workers: int) -> N
     for actual, _, many in run(backend, num_workers, more_rows, True):
         np.testing.assert_allclose(actual, np.repeat(ROWS, 2, axis=0))
         np.testing.assert_allclose(many, np.repeat(np.arange(75.0).reshape(25, 3), 2, axis=0))
+
+
+def padded_to_the_longest(_: bool) -> str:
+    """Predicts rows that are cut to the longest row of the replica. Returns the error."""
+    import keras
+
+    class Cut(keras.Model):
+        def call(self, x: Any) -> Any:
+            ops = keras.ops
+            return x[:, : ops.max(ops.sum(ops.cast(x != 0, "int32"), axis=1))]
+
+    with scope(True):
+        model = Cut()
+    with pytest.raises(RuntimeError, match="arrays of different shapes or dtypes") as info:
+        model.predict(ROWS[1:5][::-1], batch_size=4, verbose=0)  # lengths 2, 1, 3, 1
+    return str(info.value)
+
+
+@pytest.mark.kills(predictions_of_different_lengths_joined="[torch]")
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_outputs_of_different_lengths_are_an_error(backend: str) -> None:
+    for said in run(backend, 2, padded_to_the_longest, True):
+        assert re.search(r"worker 0=.*float32 \(.*2,?\).*worker 1=.*float32 \(.*3,?\)", said)
 
 
 def draws(_: bool) -> Any:

@@ -20,6 +20,7 @@ from kdist.backends.torch.kept_gradients import TorchKeptGradients
 from kdist.backends.torch.recorded_steps import RecordedSteps
 from kdist.backends.torch.recording import Recording
 from kdist.backends.torch.replicas import TorchReplica
+from kdist.errors import check_equal_arrays
 
 if TYPE_CHECKING:
     from kdist.arrays.types import Structure, Tensor
@@ -74,7 +75,17 @@ class TorchSteps(ReplicatedSteps):
         device = self.runtime.torch_devices[0]
         local = [keras.tree.flatten(result) for result in results]
         leaves = [torch.cat([part.to(device) for part in parts]) for parts in zip(*local, strict=True)]
-        return keras.tree.pack_sequence_as(results[0], self.runtime.group.gather_rows(leaves, sizes))
+        group = self.runtime.group
+        if not self._knows_widths():  # gloo would abort the process, or join wrong bytes
+            form = " and ".join(f"{leaf.dtype} {tuple(leaf.shape[1:])}" for leaf in leaves)
+            check_equal_arrays([data.decode() for data in group.all_gather_bytes(form.encode())])
+        return keras.tree.pack_sequence_as(results[0], group.gather_rows(leaves, sizes))
+
+    def _knows_widths(self) -> bool:
+        """Returns whether no width of the model's outputs can depend on the rows. Then workers need no message."""
+        model: Any = self.model
+        outputs = getattr(model, "outputs", None) if type(model).__module__.startswith("keras.") else None
+        return outputs is not None and not any(None in output.shape[1:] for output in outputs)
 
 
 _SAME_DTYPES = ("float16", "float32", "float64", "uint8", "int8", "int16", "int32", "int64", "bool")
