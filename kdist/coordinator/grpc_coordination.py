@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import threading
 import uuid
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -45,9 +47,10 @@ _PATIENCE = 0.2  # seconds between two checks of an idle thread
 class OwnValues(PerWorkerValues):
     """One value per worker, stored on the worker."""
 
-    def __init__(self, coordination: GrpcCoordination, number: int) -> None:
+    def __init__(self, coordination: GrpcCoordination, number: int, function: Callable[[], object]) -> None:
         self._coordination = coordination
         self.number = number
+        self._function = function  # an iterator keeps its dataset, because workers that join later need both
 
     def __iter__(self) -> OwnValues:
         # Each worker calls this with the dataset instead of `self`.
@@ -113,7 +116,8 @@ class GrpcCoordination(Coordination):
         self._num_parts = 0
         # The keys are ids of functions. They stay valid because the values contain the functions.
         self._pickled = Recent()
-        self._own: list[np.ndarray] = []
+        self._own: dict[int, np.ndarray] = {}
+        self._own_numbers = itertools.count()
         self._lock = threading.RLock()
         # Separate from `_lock`, because the thread that pickles can call `give` while another has `_lock`.
         self._giving = threading.Lock()
@@ -172,8 +176,10 @@ class GrpcCoordination(Coordination):
     def own_values(self, function: Callable[[], object]) -> OwnValues:
         """Creates a value on each worker before its next closure, also on workers that join later."""
         with self._lock:
-            self._own.append(self.dumps(function))
-            return OwnValues(self, len(self._own) - 1)
+            values = OwnValues(self, next(self._own_numbers), function)
+            self._own[values.number] = self.dumps(function)
+            weakref.finalize(values, self._own.pop, values.number).atexit = False
+            return values
 
     def close(self) -> None:
         """Stops the threads and closes the connections."""
@@ -191,16 +197,19 @@ class GrpcCoordination(Coordination):
         """Returns the name of a function on the workers and its pickle, which is created once."""
         with self._lock:
             if (known := self._pickled.get(id(fn))) is None:
-                data = self.dumps(fn)
-                known = fn, hashlib.sha256(data.data).hexdigest(), data
+                held: list[OwnValues] = []  # a worker that joins later needs the values in the pickle
+                data = shipping.dumps(fn, self._strategy, functools.partial(self._reduce, held=held))
+                known = (fn, held), hashlib.sha256(data.data).hexdigest(), data
                 self._pickled.put(id(fn), known)
             return known[1:]
 
-    def _reduce(self, obj: object) -> object:
+    def _reduce(self, obj: object, held: list[OwnValues] | None = None) -> object:
         if isinstance(obj, keras.Variable):
             self.give([obj])
             return shipping.reduced_variable(obj)
         if isinstance(obj, OwnValues):
+            if held is not None:
+                held.append(obj)
             return shipping.own_value_here, (obj.number,)
         if isinstance(obj, RemoteValue):
             if isinstance(obj, Result) and not obj.is_done:
@@ -273,19 +282,22 @@ class _Worker:
     def __post_init__(self) -> None:
         self.is_ready = False
         self._functions = Recent()
-        self._num_own = 0
+        self._own: set[int] = set()
 
     def begin(self) -> None:
         """Starts the session on the worker, which may be a restarted process."""
-        self._functions, self._num_own = Recent(), 0
+        self._functions, self._own = Recent(), set()
         self.peer.call("begin", {**self.header, "floatx": keras.config.floatx()})
         self.is_ready = True
 
-    def bring(self, own: Sequence[np.ndarray], name: str, data: np.ndarray) -> None:
+    def bring(self, own: Mapping[int, np.ndarray], name: str, data: np.ndarray) -> None:
         """Sends a function and the per-worker values, unless the worker already has them."""
-        for made in own[self._num_own :]:
-            self.call("own", {"number": self._num_own}, made)
-            self._num_own += 1
+        for number in list(own):
+            # Python can free values at any time.
+            if number not in self._own and (made := own.get(number)) is not None:
+                gone = [one for one in self._own if one not in own]
+                self.call("own", {"number": number, "gone": gone}, made)
+                self._own = {number, *self._own.difference(gone)}
         if not self._functions.get(name):
             self.call("ship", {"function": name}, data)
             self._functions.put(name, True)

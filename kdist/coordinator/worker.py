@@ -180,11 +180,13 @@ class Task(SessionTask):
 
     @shipping.answers_errors
     def own(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
-        """Creates a per-worker value: the result of a function, or the iterator of an earlier value.
+        """Creates a per-worker value: the result of a function, or the iterator of an earlier value. Drops old ones.
 
         If this fails, the closures that use the value fail, but other closures still run.
         """
         value: object
+        for number in header["gone"]:
+            self.own_values.pop(number, None)
         with self._running, self.strategy.scope():
             try:
                 value = shipping.loads(arrays[0], self)()

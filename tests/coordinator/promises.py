@@ -177,6 +177,12 @@ def kinds(dataset):
 
 found["kinds"] = kinds(pairs)
 if not is_native:
+    from kdist.coordinator.worker import Task
+
+    for _ in range(20):
+        kinds(pairs)
+    tasks = [one for one in gc.get_objects() if type(one) is Task]
+    found["kept values"] = [len(strategy.coordination._own), *(len(task.own_values) for task in tasks)]
     found["kinds of a list"] = kinds([np.arange(i, i + 2, dtype="float32") for i in range(0, 8, 2)] * 4)
 
 # Draws differ -------------------------------------------------------------------------------------------------
