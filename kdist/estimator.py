@@ -21,7 +21,7 @@ from kdist.checkpoint.layout import latest_checkpoint
 from kdist.checkpoint.manager import CheckpointManager
 from kdist.cluster import Cluster, discover
 from kdist.coordinator.evaluator import SidecarEvaluator
-from kdist.errors import CheckpointNotFoundError, InvalidArgumentError
+from kdist.errors import CheckpointNotFoundError, InvalidArgumentError, check_whole
 from kdist.strategies.default import default_strategy
 from kdist.strategies.strategy import Strategy
 
@@ -45,6 +45,9 @@ class RunConfig:
         keep_checkpoint_max: The number of checkpoints to keep; `None` for all.
         train_distribute: The strategy for training; `None` for plain Keras.
         eval_distribute: The strategy for evaluation; `None` for plain Keras.
+
+    Raises:
+        InvalidArgumentError: If `save_checkpoints_steps` is not a positive integer.
     """
 
     model_dir: str | os.PathLike[str] | None = None
@@ -53,6 +56,10 @@ class RunConfig:
     keep_checkpoint_max: int | None = 5
     train_distribute: Strategy | None = None
     eval_distribute: Strategy | None = None
+
+    def __post_init__(self) -> None:
+        hint = "Pass the number of steps between two checkpoints: RunConfig(save_checkpoints_steps=1000)"
+        check_whole("save_checkpoints_steps", self.save_checkpoints_steps, hint)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,8 +160,7 @@ class Estimator:
         """
         strategy, model = self.config.train_distribute, self.model(trains=True)
         manager = CheckpointManager(Checkpoint(model=model), self.model_dir, self.config.keep_checkpoint_max)
-        manager.restore_or_initialize()
-        done = _steps_of(model)
+        done = _steps_of(model, manager.restore_or_initialize())
         until = max_steps if steps is None else done + steps
         if until is None or done < until:
             from kdist.training.step_checkpoints import StepCheckpoints
@@ -203,7 +209,7 @@ class Estimator:
         logs = model.evaluate(
             data, steps=_at_most(steps, data), callbacks=list(callbacks), verbose=0, return_dict=True
         )
-        return logs | {"global_step": _steps_of(model)}
+        return logs | {"global_step": _steps_of(model, path)}
 
     def model(self, trains: bool) -> keras.Model:
         """Returns the model for training or for evaluation, and creates it on the first call."""
@@ -211,7 +217,8 @@ class Estimator:
 
         if trains not in self._models:
             strategy = self.config.train_distribute if trains else self.config.eval_distribute
-            if self.config.tf_random_seed is not None:
+            # Only once, because the data of training may draw random numbers before the first evaluation.
+            if self.config.tf_random_seed is not None and not self._models:
                 keras.utils.set_random_seed(self.config.tf_random_seed)
             with contextlib.nullcontext() if strategy is None else strategy.scope():
                 self._models[trains] = self._make(strategy, trains)
@@ -323,7 +330,9 @@ def _evaluate_as_they_come(
         start_delay=eval_spec.start_delay_secs,
         throttle_seconds=eval_spec.throttle_secs,
     ).start()
-    return done[-1].logs | {"global_step": done[-1].iterations} if done else None
+    if not done:
+        return None
+    return done[-1].logs | {"global_step": _steps_of(estimator.model(trains=False), done[-1].path)}
 
 
 class _Evaluator(SidecarEvaluator):
@@ -375,7 +384,11 @@ def _at_most(steps: int | None, data: Any) -> int | None:
     return steps
 
 
-def _steps_of(model: keras.Model) -> int:
+def _steps_of(model: keras.Model, path: str | None) -> int:
+    """Returns the number of trained steps of a model that was restored from a checkpoint, if any."""
     import keras
 
-    return int(keras.ops.convert_to_numpy(keras_hooks.step_variable(model.optimizer)))
+    counted = int(keras.ops.convert_to_numpy(keras_hooks.step_variable(model.optimizer)))
+    number = os.path.basename(path or "").rpartition("-")[2]
+    # The optimizer does not count the steps that loss scaling skips, but the number of the checkpoint does.
+    return max(counted, int(number) if number.isdecimal() else 0)

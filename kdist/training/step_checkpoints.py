@@ -33,9 +33,10 @@ class StepCheckpoints(keras.callbacks.Callback):
             self._save()
 
     def on_train_end(self, logs: Mapping[str, object] | None = None) -> None:
-        """Saves the last step, unless its checkpoint exists."""
+        """Saves the last step, unless its checkpoint exists, and waits until the checkpoint is complete."""
         if self._saved < self._step:
             self._save()
+        self._manager.wait()  # the next call may evaluate it or announce the end; plain Keras does not wait
 
     def _save(self) -> None:
         self._saved = self._step

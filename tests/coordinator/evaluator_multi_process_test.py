@@ -269,3 +269,55 @@ def test_train_and_evaluate_alone(backend, tmp_path):
     assert results == [[2, 3], [2, 3], [2, 3]]
     for (kind, text), part in zip(errors, ("compile", "model_dir", "does not connect them"), strict=True):
         assert kind == "InvalidArgumentError" and part in text, text
+
+
+def play_estimator_of_plain_keras(folder):
+    import keras
+
+    import kdist
+
+    class Counts(keras.callbacks.Callback):
+        batches = 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            Counts.batches += 1
+
+    def make_scaled_model():
+        model = make_model()
+        # Every gradient overflows, so the optimizer skips and does not count all steps.
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=2.0**127)
+        model.compile(optimizer, "mse")
+        return model
+
+    def rows():
+        for _ in range(100):
+            drawn.append(float(np.random.random()))
+            yield X, 1e6 * Y
+
+    def test_rows():
+        yield X, Y
+
+    module, drawn, results = kdist.estimator, [], []
+    for max_steps in (3, 4):
+        config = module.RunConfig(model_dir=f"{folder}/scaled", save_checkpoints_steps=2)
+        estimator = module.Estimator(make_scaled_model, config)
+        estimator.train(rows, max_steps=max_steps, callbacks=[Counts()])
+        results.append([estimator.evaluate(test_rows)["global_step"], Counts.batches])
+    drawn.clear()
+    config = module.RunConfig(tf_random_seed=7, save_checkpoints_steps=2)
+    spec = module.EvalSpec(test_rows, throttle_secs=0)
+    module.train_and_evaluate(make_model, module.TrainSpec(rows, max_steps=6), spec, config)
+    results.append(len(drawn) - len(set(drawn)))
+    return results, message_of(lambda: module.RunConfig(save_checkpoints_steps=0))
+
+
+@pytest.mark.kills(
+    estimator_evaluates_an_older_checkpoint="[jax]",
+    estimator_forgets_skipped_steps="[jax]",
+    estimator_seed_set_again="[jax]",
+)
+@each_backend
+def test_an_estimator_of_plain_keras_counts_all_steps_and_evaluates_the_last(backend, tmp_path):
+    results, (kind, text) = run(backend, 1, play_estimator_of_plain_keras, str(tmp_path))[0]
+    assert results == [[3, 3], [4, 4], 0]
+    assert kind == "InvalidArgumentError" and "save_checkpoints_steps" in text
