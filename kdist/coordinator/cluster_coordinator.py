@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from kdist.backends.coordination import PerWorkerValues, RemoteValue
 from kdist.coordinator.strategy import ParameterServerStrategy
 from kdist.errors import InvalidArgumentError
@@ -65,7 +67,8 @@ class ClusterCoordinator:
 
         Args:
             fn: The function. It is captured at its first call, together with the values that it refers to.
-            args: Its positional arguments. For a per-worker iterator, each worker passes its own iterator.
+            args: Its positional arguments. Arrays, lists and dictionaries are copied at once. For a per-worker
+                iterator, each worker passes its own iterator.
             kwargs: Its keyword arguments.
 
         Returns:
@@ -80,7 +83,17 @@ class ClusterCoordinator:
                 received={"fn": fn},
                 hint="Pass a function: coordinator.schedule(step, args=(iterator,))",
             )
-        return self._coordination.schedule(fn, tuple(args or ()), dict(kwargs or {}))
+        import keras
+
+        def copied(leaf: object) -> object:
+            if isinstance(leaf, np.ndarray):
+                return leaf.copy()
+            # Tensors of other backends than PyTorch cannot change.
+            return leaf.clone() if keras.ops.is_tensor(leaf) and hasattr(leaf, "clone") else leaf
+
+        # Sent to a worker later, when the program may have written other values into an array or a list.
+        args, kwargs = keras.tree.map_structure(copied, (tuple(args or ()), dict(kwargs or {})))
+        return self._coordination.schedule(fn, args, kwargs)
 
     def join(self) -> None:
         """Waits until all scheduled functions are done.

@@ -21,6 +21,7 @@ from kdist.coordinator.closures import Recent
 from kdist.coordinator.optimizers import NUMBER
 from kdist.coordinator.rpc import Message, Peer, PeerLost
 from kdist.coordinator.served import Home, Record, Served, is_sum
+from kdist.data.distributed_dataset import DistributedIterator
 from kdist.errors import StrategyScopeError
 from kdist.strategies.running import RunOptions
 from kdist.strategies.strategy import Strategy
@@ -203,6 +204,9 @@ class Task(SessionTask):
         with self._running:
             self._closure, self._commits = (header["closure"], header["oldest"]), itertools.count()
             known = self._functions.get(header["function"])
+            iterators = [one for one in self.own_values.values() if isinstance(one, DistributedIterator)]
+            for iterator in iterators:
+                iterator.kept = []
             try:
                 with self.strategy.scope():
                     self.served.generation += 1
@@ -217,9 +221,14 @@ class Task(SessionTask):
                     known[1] = self.served.touched
                 return {}, [shipping.dumps(shipping.to_host(result), self.strategy)]
             except NotBuilt as missing:
+                for iterator in iterators:  # the repeated closure, or the next one here, needs these batches
+                    iterator.repeat()
                 return {"build": missing.args}, ()
             except PeerLost as lost:
                 return {"lost": str(lost)}, ()
+            finally:
+                for iterator in iterators:
+                    iterator.kept = None
 
     def commit(self, gradients: Sequence[Mapping[str, Any]]) -> None:
         """Sends gradients and other changes of variables to the servers."""

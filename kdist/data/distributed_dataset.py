@@ -206,6 +206,9 @@ class DistributedIterator:
         self._generator: Iterator[Step] | None = None
         self._ahead: list[Step | None] = []  # at most one step, read by `peek`
         self._is_looped = False
+        self.kept: list[Structure] | None = None
+        """The elements that were read since this was set to an empty list; `None` to keep none."""
+        self._again: list[Structure] = []  # read before the steps
         self.number = next(_numbers)
         """Unique in this process."""
         _iterators[self.number] = self
@@ -270,9 +273,18 @@ class DistributedIterator:
             )
         return self._dataset._runtime.traced(self)
 
+    def repeat(self) -> None:
+        """Makes the elements in `kept` the next elements again."""
+        self._again[:0], self.kept = self.kept or [], None
+
     def _next(self) -> Structure:
+        element = self._again.pop(0) if self._again else self._placed(next(self.steps))
+        if self.kept is not None:
+            self.kept.append(element)
+        return element
+
+    def _placed(self, step: Step) -> Structure:
         runtime = self._dataset._runtime
-        step = next(self.steps)
         parts = step.as_parts(runtime)
         if step.batch is None or not step.batch.is_placed or 0 in step.counts:
             parts = runtime.place(parts)

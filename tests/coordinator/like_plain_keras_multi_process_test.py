@@ -153,6 +153,39 @@ del model
 gc.collect()
 found["freed"] = known() is None
 
+# Batches, of which none is lost when a step builds its optimizer -------------------------------------------------
+def batches():
+    yield from np.arange(20.0, dtype="float32").reshape(20, 1)
+
+
+def dataset():
+    if not is_native:
+        return batches
+    import tensorflow as tf
+
+    return tf.data.Dataset.from_tensor_slices(np.stack(list(batches())))
+
+
+with strategy.scope():
+    unbuilt, trained = sgd(), keras.Variable(np.ones(1, "float32"))
+
+
+def read(iterator, buffer):
+    batch = next(iterator)
+    strategy.run(lambda: unbuilt.apply([keras.ops.convert_to_tensor(batch)], [trained]))
+    return kdist.coordinator.experimental_get_current_worker_index() + 0, batch, buffer["numbers"][0]
+
+
+iterator, buffer = iter(coordinator.create_per_worker_dataset(dataset)), {"numbers": np.zeros(2)}
+results = []
+for number in range(12):
+    buffer["numbers"][:] = number
+    results.append(coordinator.schedule(read, args=(iterator, buffer)))
+coordinator.join()
+results = [[float(np.squeeze(part)) for part in result] for result in coordinator.fetch(results)]
+found["read"] = [sorted(batch for index, batch, _ in results if index == worker) for worker in (0, 1)]
+found["passed"] = [number for _, _, number in results]
+
 # A function that needs the result of another ------------------------------------------------------------------
 with strategy.scope():
     later, given = sgd(), keras.Variable(np.ones(3, "float32"))
@@ -232,3 +265,11 @@ def test_a_trained_model_can_be_freed(found: dict[str, Any]) -> None:
 @each_backend
 def test_a_function_waits_for_the_result_that_it_needs(found: dict[str, Any]) -> None:
     assert found["chained"] == 7
+
+
+@pytest.mark.kills(servers_batch_lost_by_building="[jax]", servers_arguments_not_copied="[torch]")
+@each_backend
+def test_steps_get_all_batches_and_their_own_arguments(found: dict[str, Any]) -> None:
+    assert found["read"] == [list(range(len(read))) for read in found["read"]]
+    assert sum(map(len, found["read"])) == 12
+    assert found["passed"] == list(range(12))

@@ -63,6 +63,7 @@ partitioner = kdist.experimental.partitioners.FixedShardsPartitioner(2)
 strategy = kdist.ParameterServerStrategy(None, partitioner, max_staleness=0)
 with strategy.scope():
     model = make_model()
+    assert keras.Variable(np.zeros((0, 3), "float32")).numpy().shape == (0, 3)
 model.fit(x, y, batch_size=64, epochs=1, verbose=0)
 import logging
 assert not logging.root.handlers

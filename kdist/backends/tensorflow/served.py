@@ -93,7 +93,7 @@ class Placement:
         return Shards(shards) if len(shards) > 1 else shards[0]
 
     def _number_of_shards(self, value: tf.Tensor) -> int:
-        if self._partitioner is None or not value.shape.rank:
+        if self._partitioner is None or not value.shape.rank or not value.shape[0]:
             return 1
         answer = self._partitioner(shape=value.shape, dtype=value.dtype)
         try:
