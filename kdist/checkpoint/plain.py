@@ -40,6 +40,14 @@ def encode(name: str, value: object, store: Callable[[str, np.ndarray], None] | 
             return {"$dict": [[visit(at, k), visit(f"{at}/{k}", part)] for k, part in item.items()]}
         is_array = isinstance(item, np.ndarray)  # with NumPy's backend, arrays are also tensors
         if not is_array and keras.ops.is_tensor(item):
+            # A restore would replace it in the `Checkpoint` only, and the program would keep its old value.
+            is_leaf = getattr(item, "requires_grad", False) and getattr(item, "is_leaf", False)
+            if store is not None and (is_leaf or hasattr(item, "assign")):
+                raise InvalidArgumentError(
+                    f"Cannot save {at!r}: a restore cannot assign to a variable of TensorFlow or PyTorch.",
+                    received={"name": at, "type": type(item).__name__},
+                    hint='Pass a Keras variable, for example keras.Variable(0, dtype="int64"), or a number.',
+                )
             item = keras.ops.convert_to_numpy(item)
             if store is None:  # for `set_state`, which may need the type from `get_state`
                 return {"$native": visit(at, item)}

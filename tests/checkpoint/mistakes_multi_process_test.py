@@ -136,3 +136,31 @@ def test_wrong_values_directories_numbers_and_times_are_errors(tmp_path: Path) -
     assert run("torch", 1, in_worker_wrong_arguments, str(tmp_path)) == [
         ["The directory of the checkpoints is empty", value, name, number, number, time, time]
     ]
+
+
+def in_worker_native_variables(folder: str) -> list[str]:
+    import keras
+
+    if keras.backend.backend() == "torch":
+        import torch
+
+        variable: Any = torch.nn.Parameter(torch.zeros(1))
+    else:
+        import tensorflow as tf
+
+        variable = tf.Variable(0.0)
+    found = []
+    for objects in ({"epoch": variable}, {"epoch": {"now": [1, variable]}}):
+        with pytest.raises(kdist.errors.InvalidArgumentError) as caught:
+            kdist.Checkpoint(**objects).save(folder)
+        found.append(str(caught.value).partition(":")[0])
+    return found
+
+
+@pytest.mark.kills("native_variables_in_checkpoints")
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_a_variable_of_the_backend_is_an_error(backend: str, tmp_path: Path) -> None:
+    # A restore would not assign to it, and a script from `tf.train` would silently start with epoch 0.
+    assert run(backend, 1, in_worker_native_variables, str(tmp_path)) == [
+        ["Cannot save 'epoch'", "Cannot save 'epoch/now/1'"]
+    ]
