@@ -188,7 +188,7 @@ class PreemptionCheckpointHandler:
             if checkpoint_dir is not None:
                 raise InvalidArgumentError(
                     "`checkpoint_dir` cannot be combined with a CheckpointManager, which has its own directory.",
-                    received={"checkpoint_dir": os.fspath(checkpoint_dir)},
+                    received={"checkpoint_dir": checkpoint_dir},
                     hint="Remove `checkpoint_dir`.",
                 )
             self._manager = given
@@ -201,16 +201,17 @@ class PreemptionCheckpointHandler:
                 hint="Pass a checkpoint and a directory: "
                 'kdist.experimental.PreemptionCheckpointHandler(None, checkpoint, "preempted")',
             )
+        # `tf.distribute` saves the number of calls under the same name.
+        self._manager.checkpoint.checkpointed_runs = 0
         self._manager.restore_or_initialize()
         self._config = termination_config or TerminationConfig()
         self._watch = TerminationWatch(self._manager.checkpoint.runtime(), self._config)
-        self._calls = 0
         self._watches = True
 
     @property
     def total_run_calls(self) -> int:
-        """The number of calls of `run` and `save_checkpoint_if_preempted` in this process."""
-        return self._calls
+        """The number of calls of `run` and `save_checkpoint_if_preempted`, also before the restored checkpoint."""
+        return int(self._manager.checkpoint.checkpointed_runs)
 
     def run(
         self, distributed_train_function: Callable[..., _Result], *args: object, **kwargs: object
@@ -228,7 +229,7 @@ class PreemptionCheckpointHandler:
         """
         self._leave_if_told()
         result = distributed_train_function(*args, **kwargs)
-        self._calls += 1
+        self._manager.checkpoint.checkpointed_runs += 1
         return result
 
     def save_checkpoint_if_preempted(self, *args: object, **kwargs: object) -> None:
@@ -238,7 +239,7 @@ class PreemptionCheckpointHandler:
             *args: Ignored, for compatibility with `tf.distribute`.
             **kwargs: Ignored, as `args`.
         """
-        self._calls += 1
+        self._manager.checkpoint.checkpointed_runs += 1
         self._leave_if_told()
 
     @contextlib.contextmanager
@@ -257,7 +258,7 @@ class PreemptionCheckpointHandler:
         self._watch.close()
 
     def _leave_if_told(self) -> None:
-        if self._watches and self._watch.must_leave(self._calls):
+        if self._watches and self._watch.must_leave(self.total_run_calls):
             self._watch.leave(self._save)
 
     def _save(self) -> None:

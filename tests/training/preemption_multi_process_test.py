@@ -168,16 +168,20 @@ def handled(folder: str) -> Any:
     saved = [np.array(w) for w in model.get_weights()]
     fresh = make_model(2)
     checkpoint = kdist.Checkpoint(model=fresh, step=0)
-    kdist.experimental.PreemptionCheckpointHandler(None, checkpoint, folder).close()
-    return stopped, calls, checkpoint.step, saved, [np.array(w) for w in fresh.get_weights()]
+    handler = kdist.experimental.PreemptionCheckpointHandler(None, checkpoint, folder)
+    handler.close()
+    calls_of_both = (calls, handler.total_run_calls)
+    return stopped, calls_of_both, checkpoint.step, saved, [np.array(w) for w in fresh.get_weights()]
 
 
+@pytest.mark.kills("preemption_restarts_its_count")
 @each_backend
 def test_a_handler_saves_and_restores_for_a_loop_of_one_s_own(backend: str, tmp_path: Path) -> None:
     results = run(backend, 2, handled, str(tmp_path))
     assert results[0][0] == results[1][0]
     for stopped, calls, restored, saved, weights in results:
-        assert 3 <= stopped == calls == restored
+        assert 3 <= stopped == restored
+        assert calls == (stopped, stopped)
         assert_equal(weights, saved)
 
 
