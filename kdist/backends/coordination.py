@@ -227,6 +227,9 @@ class Record(Protocol):
 class Engine(ABC):
     """The functions of a backend that kdist's own parameter servers need; see `kdist/coordinator/`."""
 
+    resets_all = False
+    """Whether an update of Keras's optimizers discards accumulated gradients also of variables without a gradient."""
+
     @abstractmethod
     def load(self, variable: keras.Variable, held: Tensor | None, array: np.ndarray) -> Tensor:
         """Writes an array into a variable's native value (`None` creates a new value), and returns it."""

@@ -168,7 +168,7 @@ class ParameterStore:
         if keys:
             self._engine.apply(optimizer, gradients, [self._parts[key].variable for key in keys])
         else:  # no gradient is for a part on this server, but the step counters of all servers must agree
-            keras_hooks.count_step(optimizer)
+            keras_hooks.count_step(optimizer, self._engine.resets_all)
         overwritten = optimizer._trainable_variables if optimizer.ema_overwrite_frequency else []
         touched = {id(variable) for variable in [*optimizer.variables, *overwritten]}
         for key, part in self._parts.items():

@@ -195,8 +195,14 @@ def keeping_learning_rates(optimizer: keras.Optimizer | None) -> Iterator[None]:
         variable.assign(value)
 
 
-def count_step(optimizer: keras.Optimizer) -> None:
-    """Counts a step of an optimizer without gradients. As in Keras, moving averages change nevertheless."""
+def count_step(optimizer: keras.Optimizer, resets_all: bool) -> None:
+    """Counts a step of an optimizer without gradients. As in Keras, moving averages change nevertheless.
+
+    If `resets_all` is true, an update discards the accumulated gradients of all variables.
+    """
+    every = optimizer.gradient_accumulation_steps
+    if resets_all and every and (int(optimizer._iterations) + 1) % every == 0:
+        optimizer._backend_reset_gradient_accumulators()
     if optimizer.use_ema:
         optimizer._update_model_variables_moving_average(optimizer._trainable_variables)
         every = optimizer.ema_overwrite_frequency

@@ -135,6 +135,7 @@ found["optimizers"] = {}
 for name, make, options in [
     ("scale", functools.partial(sgd, loss_scale_factor=4.0, global_clipnorm=1.0), {}),
     ("average", average, {"missing": (1, 3)}),
+    ("accumulated", functools.partial(sgd, gradient_accumulation_steps=2), {"missing": (1,)}),
     ("names", functools.partial(sgd, momentum=0.9), {"names": "ww"}),
     ("own", lambda: Boosted(5.0, learning_rate=Falling()), {}),
 ]:
@@ -242,6 +243,7 @@ def test_values_that_nobody_else_changed_are_exact(found: dict[str, Any]) -> Non
 @pytest.mark.kills(
     servers_keep_the_scale_of_losses="[jax]",
     servers_averages_stop="[torch]",
+    servers_accumulated_without_gradient="[torch]",
     servers_methods_of_the_strategy="[jax]",
     servers_averages_not_read="[jax]",
     servers_schedules_need_a_config="[torch]",

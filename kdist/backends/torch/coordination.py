@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 class TorchEngine(Engine):
     """Native values are parameters. They are written in place, and PyTorch counts the writes."""
 
+    resets_all = True
+
     def load(
         self, variable: keras.Variable, held: torch.nn.Parameter | None, array: np.ndarray
     ) -> torch.nn.Parameter:
