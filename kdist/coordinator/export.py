@@ -44,7 +44,7 @@ class SidecarEvaluatorModelExport(keras.callbacks.ModelCheckpoint):
         self.checkpoint_filepath = checkpoint_filepath
         self.checkpoint_number: int | None = None
         # The files of this callback, which are not checkpoints of the training.
-        self.exported = {os.path.abspath(self.filepath)}
+        self.exported = {os.path.realpath(self.filepath)}
         self._count = 0
 
     def on_test_end(self, logs: dict[str, float] | None = None) -> None:
@@ -63,5 +63,5 @@ class SidecarEvaluatorModelExport(keras.callbacks.ModelCheckpoint):
 
     def _get_file_path(self, epoch: int, batch: int | None, logs: dict[str, float]) -> str:
         path = super()._get_file_path(epoch, batch, logs)
-        self.exported.add(os.path.abspath(path))
+        self.exported.add(os.path.realpath(path))
         return path

@@ -47,7 +47,7 @@ class Folder:
         self._first_seen: dict[Watched, float] = {}
         self._passed_over: set[Watched] = set()
         self.excluded: list[set[str]] = []
-        """The paths of files that are not checkpoints."""
+        """The real paths of files that are not checkpoints."""
 
     def newest(self) -> Watched | None:
         """Returns the newest complete checkpoint that is not done or skipped; `None` if there is none."""
@@ -77,7 +77,7 @@ class Folder:
             names = []
         for name in names:
             path = os.path.join(self.path, name)
-            if any(path in paths for paths in self.excluded):
+            if any(os.path.realpath(path) in paths for paths in self.excluded):
                 continue
             if name.endswith(_FILES) and not name.startswith(".") and (stamp := _stamp(path)):
                 found.append(Watched(path, stamp[0] / 1e9, _number_in(name), True, stamp))

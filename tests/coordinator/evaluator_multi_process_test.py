@@ -108,10 +108,12 @@ def play(folder):
         found[f"half of {name[8:]}"] = said[-1]
         half.unlink()
 
+    pathlib.Path(folder, "link").symlink_to("b")
     # Does not evaluate the files that its callback exports to the same directory, also after a restart.
     for name in ("best-{loss:.3f}.keras", "best.keras", "best.keras"):
         export = kdist.callbacks.SidecarEvaluatorModelExport(f"{folder}/b/{name}")
-        assert [one.number for one in evaluator(f"{folder}/b", callbacks=[export]).start()] == [2]
+        for path in ("b", "link"):
+            assert [one.number for one in evaluator(f"{folder}/{path}", callbacks=[export]).start()] == [2]
         for file in pathlib.Path(f"{folder}/b").glob("best-*"):
             file.unlink()
     pathlib.Path(f"{folder}/b/best.keras").unlink()
@@ -148,6 +150,7 @@ def play(folder):
     evaluator_ends_by_an_old_sign="[torch]",
     evaluator_leaves_the_last_checkpoint_out="[torch]",
     evaluator_evaluates_its_exports="[torch]",
+    evaluator_evaluates_its_exports_through_links="[torch]",
 )
 @each_backend_in_twelve_turns
 def test_what_is_passed_over_and_what_is_an_error(backend, tmp_path):
