@@ -141,10 +141,13 @@ class TensorFlowReplica(Replica):
         )
         # `tf.distribute` sums slices by concatenating them in the order of the replicas.
         total = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, mine)
-        values = total.values
+        values, indices = total.values, total.indices
         if compression is not None:
             values = tf.cast(tf.bitcast(values, compression), slices.dtype)
-        return tf.IndexedSlices(values, total.indices, mine.dense_shape)
+        if _are_unique(slices.indices):
+            indices, positions = tf.unique(indices)
+            values = tf.math.unsorted_segment_sum(values, positions, tf.size(indices))
+        return tf.IndexedSlices(values, indices, mine.dense_shape)
 
     def gather_tensor(self, tensor: tf.Tensor, axis: int) -> tf.Tensor:
         """Gathers with `tf.distribute`, which supports gradients."""
@@ -185,6 +188,19 @@ class TensorFlowReplica(Replica):
         tf.distribute.get_replica_context().merge_call(merge_boxes, args=(mine,))
         self.scope.enter_again()
         return mine.result
+
+
+def _are_unique(indices: tf.Tensor) -> bool:
+    """Returns whether a gradient has one entry per row, as products with sparse matrices have, from `tf.unique`.
+
+    The numbers themselves cannot tell: one replica may also look up each word of an embedding only once.
+    """
+    if isinstance(indices, tf.__internal__.EagerTensor):
+        return False
+    operation = indices.op
+    while operation.type in ("Cast", "Identity", "Reshape"):
+        operation = operation.inputs[0].op
+    return operation.type in ("Unique", "UniqueV2")
 
 
 class _Boxed:
