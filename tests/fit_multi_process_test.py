@@ -358,3 +358,29 @@ def in_worker_lengths(under_strategy):
 def test_fits_with_data_of_different_shapes(backend):
     expected = run_plain(backend, in_worker_lengths, False)
     assert_close(run(backend, 2, in_worker_lengths, True), [expected] * 2)
+
+
+def in_worker_normalize_masked(under_strategy):
+    import keras
+
+    keras.utils.set_random_seed(0)
+    words = np.random.RandomState(1).randint(1, 9, (22, 5))
+    words[np.arange(5) > np.arange(22)[:, None] % 5] = 0  # the replicas have different numbers of words
+    with scope(under_strategy):
+        layers = [
+            keras.layers.Embedding(9, 4, mask_zero=True),
+            keras.layers.BatchNormalization(momentum=0.7, synchronized=under_strategy),
+            keras.layers.GlobalAveragePooling1D(),
+            keras.layers.Dense(1),
+        ]
+        model = keras.Sequential([keras.Input((5,)), *layers])
+        model.compile("sgd", "mse")
+    history = model.fit(words, words[:, :1] / 9, batch_size=8, verbose=0).history
+    return {**history, "weights": weights_of(model)}
+
+
+@pytest.mark.kills(masked_statistics_not_synchronized="[torch]")
+@each_backend
+def test_synchronized_statistics_cover_the_unmasked_values_of_all_replicas(backend):
+    expected = run_plain(backend, in_worker_normalize_masked, False)
+    assert_close(run(backend, 2, in_worker_normalize_masked, True), [expected] * 2)

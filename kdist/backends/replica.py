@@ -209,19 +209,27 @@ class Replica(ReplicaContext):
         share_i` times the gradient at j. These shares are the `gradient_weight` of each replica.
         """
 
-    def moments(self, x: TensorT, axes: Sequence[int], keepdims: bool = False) -> tuple[TensorT, TensorT]:
+    def moments(
+        self, x: TensorT, axes: Sequence[int], keepdims: bool = False, mask: TensorT | None = None
+    ) -> tuple[TensorT, TensorT]:
         """Returns the mean and variance over the rows of all replicas, for synchronized BatchNormalization.
 
-        Uses two passes, because the difference E[x²] - E[x]² loses precision if the mean is large.
+        With a mask of the shape of `x`, they only cover the values where it is true. Uses two passes, because the
+        difference E[x²] - E[x]² loses precision if the mean is large.
         """
         ops = keras.ops
         axes = list(axes)
         counts = self.scalar(self.rows.counts, x.dtype)
-        number = ops.sum(ops.ones_like(x), axis=axes, keepdims=True) * counts
-        (number,) = self.all_reduce_packed([number])
-        mean = self.all_reduce_with_gradient(ops.sum(x, axis=axes, keepdims=True) * counts) / number
-        squares = ops.sum(ops.square(x - mean), axis=axes, keepdims=True) * counts
-        variance = self.all_reduce_with_gradient(squares) / number
+
+        def total(values: TensorT) -> Any:
+            values = values if mask is None else ops.where(mask, values, 0)
+            return ops.sum(values, axis=axes, keepdims=True) * counts
+
+        (number,) = self.all_reduce_packed([total(ops.ones_like(x))])
+        if mask is not None:
+            number += keras.config.epsilon()  # as in Keras, because the mask may hide all values
+        mean = self.all_reduce_with_gradient(total(x)) / number
+        variance = self.all_reduce_with_gradient(total(ops.square(x - mean))) / number
         if not keepdims:
             mean, variance = ops.squeeze(mean, axes), ops.squeeze(variance, axes)
         return mean, variance

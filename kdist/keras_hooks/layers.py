@@ -96,5 +96,17 @@ def hook_batch_normalization(native: bool) -> None:
         # Without replicas, or with one program over all of them (JAX), the moments are already global.
         return original(x, axes, keepdims, synchronized and native)
 
+    def masked_moments(
+        original: Function, self: keras.layers.BatchNormalization, inputs: Tensor, mask: Tensor | None
+    ) -> object:
+        replica = running_replica()
+        if mask is None or replica is None or not self.synchronized:
+            return original(self, inputs, mask)
+        # Keras only synchronizes inputs without a mask.
+        ops = keras.ops
+        whole = ops.broadcast_to(ops.expand_dims(mask, axis=-1), ops.shape(inputs))
+        return replica.moments(inputs, self._reduction_axes, mask=ops.cast(whole, "bool"))
+
     wrap(keras.layers.BatchNormalization, "__init__", init)
+    wrap(keras.layers.BatchNormalization, "_moments", masked_moments)
     hook_moments(moments)

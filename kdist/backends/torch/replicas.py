@@ -109,8 +109,16 @@ class TorchReplica(Replica):
         """Sums a tensor over all replicas, differentiably to any order."""
         return _SumWithGradient.apply(tensor, self)
 
-    def moments(self, x: torch.Tensor, axes: Sequence[int], keepdims: bool = False) -> tuple[Any, Any]:
+    def moments(
+        self,
+        x: torch.Tensor,
+        axes: Sequence[int],
+        keepdims: bool = False,
+        mask: torch.Tensor | None = None,
+    ) -> tuple[Any, Any]:
         """Returns the mean and variance over the rows of all replicas, with one collective per direction."""
+        if mask is not None:
+            return super().moments(x, axes, keepdims, mask)
         x = keras.ops.convert_to_tensor(x)
         if self.num_replicas_in_sync == 1:
             return keras.ops.moments(x, axes, keepdims)
