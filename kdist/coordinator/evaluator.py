@@ -232,7 +232,7 @@ class SidecarEvaluator:
         if end_of_training.is_of_now(self._folder.path):
             return now - self._sign_seen >= self._end_delay
         # The file may be left from an earlier training, and the current one may not have started.
-        return waited >= (self._first_timeout or 0.0)
+        return self._first_timeout is not None and waited >= self._first_timeout
 
     def _check_time(self, waited: float) -> None:
         limit = self._timeout if self._evaluations else self._first_timeout

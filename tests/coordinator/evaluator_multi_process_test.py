@@ -126,6 +126,7 @@ def play(folder):
     os.utime(f"{folder}/b/.training-ended", (10, 10))
     evaluator(f"{folder}/b", first_timeout=1.0, timeout=None).start()
     assert time.monotonic() - began >= 1.0
+    found["old sign"] = message_of(lambda: evaluator(f"{folder}/b", first_timeout=None).start())
 
     # Wrong input.
     os.remove(f"{folder}/b/.training-ended")
@@ -148,6 +149,7 @@ def play(folder):
 
 @pytest.mark.kills(
     evaluator_ends_by_an_old_sign="[torch]",
+    evaluator_without_a_limit_ends_by_an_old_sign="[torch]",
     evaluator_leaves_the_last_checkpoint_out="[torch]",
     evaluator_evaluates_its_exports="[torch]",
     evaluator_evaluates_its_exports_through_links="[torch]",
@@ -160,6 +162,7 @@ def test_what_is_passed_over_and_what_is_an_error(backend, tmp_path):
         assert "model-9" in found[f"half of {kind}"]
     for name, kind, part in (
         ("never", "WorkerTimeoutError", "`first_timeout`"),
+        ("old sign", "WorkerTimeoutError", "evaluated=1"),
         ("no more", "WorkerTimeoutError", "announce_end"),
         ("monitor", "InvalidArgumentError", "evaluated=['loss', 'mae']"),
         ("other model", "CheckpointMismatchError", "kernel float32[3, 4]"),
