@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib.util
+import io
 import os
 import re
 import sys
@@ -174,6 +175,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     2
     """
     options = build_parser().parse_args(argv)
+    # Not all terminals show "×" or "…". A manifest must not contain other characters instead.
+    if isinstance(sys.stdout, io.TextIOWrapper) and options.command != "manifest":
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         logs.set_up()
         if options.command in ("run", "launch"):
@@ -212,6 +216,12 @@ def _run(options: argparse.Namespace) -> int:
             "--host-index is missing, because --hosts lists several machines.",
             received={"hosts": hosts, "host_index": None},
             hint="Pass the position of this machine in --hosts. On the first machine: --host-index 0",
+        )
+    if options.host_index and not hosts:
+        raise InvalidArgumentError(
+            "--hosts is missing, because --host-index is not 0.",
+            received={"host_index": options.host_index},
+            hint="Pass the addresses of all machines, for example: --hosts host0:5000,host1:5000",
         )
     if not options.grace_period >= 0:
         raise InvalidArgumentError(

@@ -45,7 +45,7 @@ def read_index(path: str | os.PathLike[str]) -> Index:
             or (
                 "If the path is a directory of checkpoints, restore the newest: "
                 f"checkpoint.restore(kdist.latest_checkpoint({path!r}))"
-                if exists
+                if exists and layout.latest_checkpoint(path)
                 else "Check the path. `BackupAndRestore` deletes its backup when training ends. To keep it, pass "
                 "delete_checkpoint=False."
             ),

@@ -39,7 +39,7 @@ class Sink:
         self.is_terminal = bool(getattr(stream, "isatty", lambda: False)())
         self.has_colors = self.is_terminal and not environment.get("NO_COLOR")
         self.open_line: LineStream | None = None
-        self.broken = False
+        self.broken = stream is None  # the shell closed it: `kdist run train.py >&-`
         self.gives_up: Callable[[], bool] | None = None
         """Returns whether to discard output that no program reads; `None` to wait for the reader."""
 

@@ -178,7 +178,8 @@ class Job:
         supervisor = Supervisor(workers, plan, err, grace=self.grace, policy=self.policy, whole_tree=True)
         with supervisor.forwarding():
             outcome = supervisor.run()
-            sys.stdout.flush()
+            if sys.stdout:
+                sys.stdout.flush()
         return workers, outcome
 
     def _again(self, failed: WorkerProcess, outcome: Outcome) -> str | None:

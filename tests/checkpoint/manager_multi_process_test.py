@@ -181,7 +181,7 @@ def python(code, folder, backend="torch"):
     return run_python("-c", code, str(folder), cwd=ROOT, KERAS_BACKEND=backend).stdout
 
 
-@pytest.mark.kills("checkpoint_header_not_verified")
+@pytest.mark.kills("checkpoint_header_not_verified", "newest_checkpoint_of_an_empty_directory")
 @pytest.mark.in_turn(4)
 def test_the_command_line(tmp_path, capsys):
     path, prediction = run("torch", 1, in_worker_save, str(tmp_path))[0]
@@ -200,6 +200,9 @@ def test_the_command_line(tmp_path, capsys):
     assert command_line.main(["checkpoint", "show", str(tmp_path / "nothing")]) == 1
     err = capsys.readouterr().err
     assert "bytes=100" in err and "does not exist" in err
+    (tmp_path / "empty").mkdir()
+    assert command_line.main(["checkpoint", "show", str(tmp_path / "empty")]) == 1
+    assert "Check the path." in capsys.readouterr().err, "the directory has no newest checkpoint"
 
 
 def test_shards_are_safetensors_files(tmp_path):

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -234,6 +236,24 @@ def test_a_stopped_worker_is_killed_if_the_job_has_other_machines(run, tmp_path)
     assert "worker 0 failed" in job.stderr() and "was stopped by a signal such as SIGSTOP" in job.stderr()
 
 
+@pytest.mark.kills("launcher_without_stdout_fails")
+@pytest.mark.parametrize("number", ["1", "2"])
+def test_a_job_without_stdout_succeeds(tmp_path, number):
+    (tmp_path / "train.py").write_text("print(1)")
+    command = f"{sys.executable} -m kdist run -n {number} train.py >&-"
+    job = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
+                         stderr=subprocess.PIPE, text=True, timeout=60)  # fmt: skip
+    assert job.returncode == 0 and "Traceback" not in job.stderr, job.stderr
+
+
+@pytest.mark.kills("characters_that_a_terminal_lacks")
+def test_a_terminal_may_lack_characters(tmp_path):
+    (tmp_path / "train.py").write_text("")
+    job = run_python("-m", "kdist", "run", "-n", "1", "--dry-run", "train.py", cwd=tmp_path,
+                     PYTHONPATH=str(ROOT), PYTHONIOENCODING="ascii")  # fmt: skip
+    assert job.stdout.startswith("plan: 1 worker \\xd7 1 cpu")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -245,6 +265,7 @@ def test_a_stopped_worker_is_killed_if_the_job_has_other_machines(run, tmp_path)
         (["--hosts", "a,b", __file__], "host:port"),
         (["--hosts", "a:1,b:1", __file__], "--host-index"),
         (["--hosts", "a:1", "--host-index", "1", __file__], "--host-index"),
+        (["--host-index", "1", __file__], "--hosts is missing"),
         (["--log-dir", __file__, __file__], "log directory"),
         (["--grace-period", "-1", __file__], "grace-period"),
     ],
