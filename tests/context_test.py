@@ -167,6 +167,7 @@ def kdist_default():
     return default_strategy()
 
 
+@pytest.mark.kills("default_strategy_saves_nothing")
 def test_the_default_strategy():
     # "Code written using this strategy should behave exactly as code written without any strategy."
     default = kdist.get_strategy()
@@ -180,6 +181,9 @@ def test_the_default_strategy():
             assert state() == (default, False, False)
     with PlainStrategy().scope(), pytest.raises(RuntimeError, match="inside the scope of another strategy"):
         default.scope().__enter__()
+    assert default.extended.should_checkpoint and default.extended.should_save_summary
+    with pytest.raises(RuntimeError, match="has no devices"):  # as in `tf.distribute`
+        default.extended.worker_devices  # noqa: B018
 
 
 def test_experimental_set_strategy():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from kdist.context import (
     ReplicaContext,
@@ -18,9 +18,13 @@ from kdist.context import (
 from kdist.data.input_context import InputContext, ValueContext
 from kdist.data.input_options import InputOptions
 from kdist.errors import StrategyScopeError
+from kdist.strategies.extended import StrategyExtended
 from kdist.strategies.running import RunOptions
 from kdist.strategies.strategy import Strategy
 from kdist.values import ReduceOp, Tensor
+
+if TYPE_CHECKING:
+    from kdist.backends.contract import Runtime
 
 
 def get_strategy() -> Strategy:
@@ -67,6 +71,13 @@ class _NoScope(Scope[Any]):
         return None
 
 
+class _DefaultExtended(StrategyExtended):
+    @property
+    def should_checkpoint(self) -> bool:
+        """Always `True`."""
+        return True
+
+
 class DefaultStrategy(Strategy):
     """Passes everything through: one replica, no distribution, and no changes to Keras or the backend.
 
@@ -76,6 +87,20 @@ class DefaultStrategy(Strategy):
     def __init__(self) -> None:
         # Creates no runtime, so that models behave as without kdist.
         pass
+
+    @property
+    def runtime(self) -> Runtime:
+        """Raises an error, because kdist does not choose devices without a strategy."""
+        raise StrategyScopeError(
+            "The default strategy has no devices.",
+            received={"strategy": self},
+            hint="Create a strategy, for example: strategy = kdist.MirroredStrategy()",
+        )
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """Methods for libraries and advanced users; see `StrategyExtended`."""
+        return _DefaultExtended(self)
 
     @property
     def num_replicas_in_sync(self) -> int:
