@@ -249,15 +249,32 @@ def _in_place(func: Func, args: Sequence[object], kwargs: Mapping[str, object]) 
     return args[0] if written and not isinstance(args[0], (list, tuple)) else result
 
 
+# PyTorch cannot compute these from shards: NumPy needs all elements, and the maximum needs at least one.
+_NEED_WHOLE = {
+    *(_T.numpy, _T.tolist, _T.__array__),
+    *(torch.max, torch.min, torch.amax, torch.amin, torch.argmax, torch.argmin),
+    *(_T.max, _T.min, _T.amax, _T.amin, _T.argmax, _T.argmin),
+}
+
+
 class _Sums(TorchFunctionMode):
-    """A mode in which results from `DTensor`s, such as the norm of a gradient, are complete on every worker.
+    """A mode in which results from `DTensor`s, such as the norm of a gradient, are plain tensors on every worker.
 
     By default, PyTorch gives each worker its part of a sum, and `float` or `bool` would return this part.
+    Collectives, metrics and NumPy do not accept a `DTensor`.
     """
 
     def __torch_function__(self, func: Func, types: Types, args: Args = (), kwargs: Kwargs = None) -> object:
-        result = func(*args, **(kwargs or {}))
-        return _completed(result) if isinstance(result, DTensor) else result
+        args, kwargs = tuple(args), kwargs or {}
+        if func in _NEED_WHOLE:
+            args, kwargs = tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs))
+        result = func(*args, **kwargs)
+        if not isinstance(result, DTensor):
+            return result
+        result = _completed(result)
+        is_whole = all(place.is_replicate() for place in result.placements)
+        # A gradient of a gradient goes through the `DTensor`.
+        return result.to_local() if is_whole and not result.requires_grad else result
 
 
 class OnParts(TorchFunctionMode):

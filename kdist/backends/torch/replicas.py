@@ -273,6 +273,8 @@ class TorchScope(ReplicaScope):
         return real.pending is not None if isinstance(real, Divided) else variable.trainable
 
     def write(self, variable: keras.Variable, value: torch.Tensor) -> None:
+        if isinstance(value, DTensor):  # the gradient of a sharded variable
+            value = value.full_tensor()
         if self.has_component(variable):
             self.local(variable)
             with torch.no_grad():

@@ -237,6 +237,43 @@ def test_a_loop_of_ones_own_has_the_gradients_of_all_rows():
         assert_close(weights, expected)
 
 
+@pytest.mark.kills(
+    "torch_gradient_written_as_its_part", "torch_norm_is_no_plain_tensor", "torch_maximum_of_an_empty_part"
+)
+def test_metrics_variables_and_collectives_take_gradients_and_their_norms():
+    def loop():
+        import keras
+
+        import kdist
+
+        strategy = kdist.FullyShardedStrategy(min_size=1)
+        with strategy.scope():
+            # The second worker has no part of the bias.
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+            metric = keras.metrics.Mean()
+            total = keras.Variable(np.zeros((6, 1), "float32"), trainable=False)
+        weights, bias = model.trainable_variables
+
+        def step():
+            loss = kdist.value_and_grad(lambda: keras.ops.sum(model(np.ones((2, 6)))), [weights, bias])
+            gradient, of_bias = loss()[1]
+            norm = keras.ops.norm(gradient)
+            metric.update_state(norm)
+            total.assign_add(gradient)
+            seen = keras.ops.convert_to_numpy(gradient).tolist()
+            everyone = kdist.get_replica_context().all_reduce("mean", norm)
+            return norm, everyone, keras.ops.max(keras.ops.abs(of_bias)), seen
+
+        norm, everyone, largest, seen = strategy.run(step)
+        mean = strategy.reduce("mean", norm, axis=None)
+        numbers = [float(number) for number in (mean, everyone, largest, metric.result())]
+        return numbers, seen, keras.ops.convert_to_numpy(total).tolist()
+
+    for numbers, seen, total in run("torch", 2, loop):
+        np.testing.assert_allclose(numbers, [4 * 6**0.5, 4 * 6**0.5, 4, 4 * 6**0.5], rtol=1e-6)
+        assert seen == total == [[4.0]] * 6
+
+
 def _model_with_a_module(strategy):
     """Returns a subclassed model with a custom step, a PyTorch module and accumulated gradients."""
     import contextlib
