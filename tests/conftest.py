@@ -35,8 +35,10 @@ for name in [*os.environ]:
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ["KDIST_PORT_RANGE"] = own_ports()
 keep_bytecode()
-# With several test processes on few cores, even simple examples sometimes take too long for this check.
-hypothesis.settings.register_profile("kdist", suppress_health_check=[hypothesis.HealthCheck.too_slow])
+# With several test processes on few cores, even simple examples sometimes take too long for these checks.
+hypothesis.settings.register_profile(
+    "kdist", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("kdist")
 
 # Background commands of a shell ignore Ctrl-C, and all their child processes inherit this.
