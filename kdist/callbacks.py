@@ -6,8 +6,9 @@ Keras's own callbacks; see the page "Save a model from several workers".
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kdist.names import loaded_on_use
 
 _HOME = {
     "BackupAndRestore": "kdist.training.backup_and_restore",
@@ -19,15 +20,8 @@ _HOME = {
 
 __all__ = ["BackupAndRestore", "DriftWatch", "RunLog", "SidecarEvaluatorModelExport", "Throughput"]
 
-
-def __getattr__(name: str) -> Any:
-    # The callbacks are subclasses of Keras's, but `import kdist` must not import Keras.
-    if name not in _HOME:
-        raise AttributeError(f"module 'kdist.callbacks' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
-
+# The callbacks are subclasses of Keras's, but `import kdist` must not import Keras.
+__getattr__ = loaded_on_use(__name__, _HOME)
 
 if TYPE_CHECKING:
     from kdist.coordinator.export import SidecarEvaluatorModelExport

@@ -1,10 +1,12 @@
-"""Names of `tf.distribute` that kdist omits, and the errors for names that a module does not have."""
+"""Names that modules import on first use, errors for missing names, and names of `tf.distribute` that kdist omits."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from typing import NoReturn, TypeVar
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn, TypeVar
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -63,6 +65,19 @@ def no_such_name(module: str, name: str, known: Iterable[str]) -> AttributeError
         return AttributeError(f"{message}. Use {ELSEWHERE[name]}.", name=name)
     near = difflib.get_close_matches(name, known, n=1)
     return AttributeError(f"{message}. Did you mean {near[0]!r}?" if near else message, name=name)
+
+
+def loaded_on_use(module: str, home: Mapping[str, str]) -> Callable[[str], Any]:
+    """Returns the `__getattr__` of a module that imports names on first use. `home` contains their modules."""
+
+    def load(name: str) -> Any:
+        if name not in home:
+            raise no_such_name(module, name, home)
+        value = getattr(importlib.import_module(home[name]), name)
+        setattr(sys.modules[module], name, value)
+        return value
+
+    return load
 
 
 class _LeftOut:

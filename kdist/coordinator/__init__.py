@@ -5,10 +5,9 @@ Names are loaded on first use.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kdist.names import no_such_name
+from kdist.names import loaded_on_use
 
 _HOME = {
     "ClusterCoordinator": "kdist.coordinator.cluster_coordinator",
@@ -24,13 +23,7 @@ __all__ = [
     "RemoteValue",
     "experimental_get_current_worker_index",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise no_such_name(__name__, name, __all__)
-    return getattr(importlib.import_module(_HOME[name]), name)
-
+__getattr__ = loaded_on_use(__name__, _HOME)
 
 if TYPE_CHECKING:
     from kdist.backends.coordination import (

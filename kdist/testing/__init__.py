@@ -5,8 +5,9 @@ Names are loaded when they are first used, because pytest imports this package i
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kdist.names import loaded_on_use
 
 _CONTENTS = {
     "kdist.cluster": ("free_ports",),
@@ -19,15 +20,7 @@ _CONTENTS = {
 _HOME = {name: module for module, names in _CONTENTS.items() for name in names}
 
 __all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
-
+__getattr__ = loaded_on_use(__name__, _HOME)
 
 if TYPE_CHECKING:
     from kdist.cluster import free_ports
