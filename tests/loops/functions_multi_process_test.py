@@ -78,6 +78,41 @@ def test_value_and_grad_outside_of_run(backend):
     assert not np.array_equal(*masks), "seeds go on"
 
 
+def in_worker_gradients_of_gradients(num_replicas):
+    import keras
+
+    ops = keras.ops
+    s = strategy(num_replicas)
+    with s.scope():
+        v = keras.Variable(np.float32(3))
+        w = keras.Variable(np.array([1, 2], "float32"))
+
+    def step(x):
+        def penalized():
+            def loss_fn():
+                return x * v**3 + ops.sum(w) * v, 2 * v
+
+            (loss, aux), (of_v,) = kdist.value_and_grad(loss_fn, [v], has_aux=True)()
+            return loss + of_v**2 + aux
+
+        loss, gradients = kdist.value_and_grad(penalized, [v, w])()
+        return [loss, *gradients]
+
+    found = s.run(step, args=(per_replica(s, lambda i: np.float32(i + 1)),))
+    return [[numpy_of(part) for part in s.experimental_local_results(value)] for value in found]
+
+
+@pytest.mark.kills(torch_inner_gradients_are_constants="[torch]")
+@each_backend
+def test_gradients_of_gradients(backend):
+    loss, of_v, of_w = run(backend, 1, in_worker_gradients_of_gradients, 2)[0]
+    x = np.array([1, 2])
+    inner = 3 * x * 9 + 3  # the gradient of x v³ + (w_0 + w_1) v at v = 3 and w = (1, 2)
+    np.testing.assert_allclose(loss, x * 27 + 9 + inner**2 + 6)
+    np.testing.assert_allclose(of_v, inner + 2 * inner * 6 * x * 3 + 2)
+    np.testing.assert_allclose(of_w, np.stack([3 + 2 * inner] * 2, axis=1))
+
+
 def in_worker_wrong_losses(num_replicas):
     import keras
 

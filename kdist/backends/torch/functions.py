@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +102,15 @@ def function(fn: Callable[P, R], **options: Any) -> Callable[P, R]:
     return torch.compile(fn, **options)
 
 
+class _Nesting(threading.local):
+    """The number of functions of `value_and_grad` that run in this thread."""
+
+    depth = 0
+
+
+_nesting = _Nesting()
+
+
 def _detached(leaf: object) -> object:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
@@ -108,11 +118,16 @@ def _detached(leaf: object) -> object:
 def value_and_grad(
     fn: Callable[P, object], variables: Sequence[keras.Variable], has_aux: bool
 ) -> Callable[P, tuple[Structure, list[Tensor | None]]]:
-    """Returns a function that computes a loss and its gradients with `torch.autograd.grad`."""
+    """Returns a function that computes a loss and its gradients with `torch.autograd.grad`.
+
+    In a function of another `value_and_grad`, the results are differentiable, as on the other backends.
+    """
 
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> tuple[Structure, list[Tensor | None]]:
+        is_nested = _nesting.depth > 0
         tensors = [variable.value for variable in variables]
         frozen = [tensor for tensor in tensors if not tensor.requires_grad]
+        _nesting.depth += 1
         try:
             with torch.enable_grad():
                 for tensor in frozen:
@@ -120,13 +135,15 @@ def value_and_grad(
                 loss, aux = split_aux(fn(*args, **kwargs), has_aux)
                 check_loss(loss)
                 if loss.requires_grad:
-                    gradients = torch.autograd.grad(loss, tensors, allow_unused=True)
+                    gradients = torch.autograd.grad(loss, tensors, create_graph=is_nested, allow_unused=True)
                 else:
                     gradients = (None,) * len(tensors)
         finally:
+            _nesting.depth -= 1
             for tensor in frozen:
                 tensor.requires_grad_(False)
-        value, aux = keras.tree.map_structure(_detached, (loss, aux))
-        return ((value, aux) if has_aux else value), list(gradients)
+        if not is_nested:
+            loss, aux = keras.tree.map_structure(_detached, (loss, aux))
+        return ((loss, aux) if has_aux else loss), list(gradients)
 
     return wrapper

@@ -117,7 +117,7 @@ class Table(Standin):
             return found[0]
         gradient = RowGradient.of(self.shape, self.dtype, self.device)
         gradient.row_ids = torch.as_tensor(self.ids, device=self.device)
-        gradient.row_values = torch.cat(found[: len(leaves)]).detach()
+        gradient.row_values = torch.cat(found[: len(leaves)])
         return gradient if len(found) == len(leaves) else found[-1] + gradient.whole()
 
     def _leaves(self) -> list[torch.Tensor]:
