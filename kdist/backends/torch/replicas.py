@@ -24,6 +24,7 @@ from kdist.backends.torch.divided import Divided, DTensor, OnParts
 from kdist.backends.torch.recording import Recording, exchange
 from kdist.backends.torch.schedule import buckets
 from kdist.backends.torch.workers import Workers
+from kdist.cluster import logs
 from kdist.context import StrategyLike
 
 Tensors = list[torch.Tensor]
@@ -138,6 +139,10 @@ class TorchReplica(Replica):
         """Returns the gradients of the global loss, for the first replica on the devices of the variables."""
         # The gradients of sharded variables are already sums.
         own = [i for i, gradient in enumerate(gradients) if not isinstance(gradient, DTensor)]
+        if not self.is_model_step and self.replica_id_in_sync_group == 0 and self.divides_variables:
+            for variable in (variables[i] for i in own):
+                if isinstance(keras_hooks.native_value(variable), Divided):
+                    _warn_of_plain_gradient(variable.path)
         sums = super().sum_gradients([gradients[i] for i in own], [variables[i] for i in own])
         if self.local_index > 0:
             return sums
@@ -214,6 +219,16 @@ class TorchReplica(Replica):
                     total += other.to(total.device)
             start, divisor = self._workers.start_all_reduce, self.compression_divisor
             return exchange(self.recording, start, totals, dtype, divisor)
+
+
+@functools.cache  # once per variable
+def _warn_of_plain_gradient(path: str) -> None:
+    logs.logger.warning(
+        "optimizer.apply sums the gradient of the sharded variable %r over the replicas, because it is a plain tensor. "
+        "If you read it from a variable, it may already be the sum, and the update is too large.\n"
+        "Pass the gradients unchanged. To accumulate them, set gradient_accumulation_steps, or add them up in a list.",
+        path,
+    )
 
 
 class _SumWithGradient(torch.autograd.Function):
