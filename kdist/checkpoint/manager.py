@@ -223,7 +223,8 @@ class CheckpointManager:
     def _is_too_early(self, step: int | None) -> bool:
         if self._interval is None or step is None or self._last_step is None:
             return False
-        return step - self._last_step < self._interval
+        # The step is smaller than the last one if the script has restored an earlier checkpoint.
+        return 0 <= step - self._last_step < self._interval
 
     def _managed(self, state: dict[str, Any]) -> list[layout.Found]:
         # Newer checkpoints have only the number of a kept one, which was deleted by hand without the hidden file.

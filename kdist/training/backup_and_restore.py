@@ -210,10 +210,6 @@ def _restore_newest(manager: CheckpointManager) -> str | None:
     # With a separate directory per worker, some may have lost backups, or finished saving one more.
     found = gather_from(manager.checkpoint.runtime(), list(map(os.path.basename, manager.checkpoints)))
     shared = [name for name in found[0] if all(name in theirs for theirs in found)]
-    if any(found) and not shared:
-        logger.warning(
-            "no backup in %s is on all workers. Training starts from the first epoch.", manager.directory
-        )
     for name in reversed(shared):
         path = os.path.join(manager.directory, name)
         try:
@@ -225,9 +221,12 @@ def _restore_newest(manager: CheckpointManager) -> str | None:
             return path
         except CheckpointCorruptError as error:
             logger.warning(
-                "cannot restore the backup %s. kdist tries the previous backup. "
+                "cannot restore the backup %s. kdist tries the previous backup, if there is one. "
                 "Check the storage of the directory.\n%s",
                 path,
                 error,
             )
+    if any(found):
+        why = "can be restored" if shared else "is on all workers"
+        logger.warning("no backup in %s %s. Training starts from the first epoch.", manager.directory, why)
     return None

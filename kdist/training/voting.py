@@ -142,7 +142,8 @@ class RegularExchange:
 
     def is_due(self, num_steps: int) -> bool:
         """Returns whether the workers exchange values after `num_steps` steps. The result is equal on all workers."""
-        return num_steps >= self._next
+        # After a restore of an earlier checkpoint, the count is smaller than at the last exchange.
+        return num_steps >= self._next or (self._last is not None and num_steps < self._last[0])
 
     def exchange(self, num_steps: int, value: Any) -> list[Any]:
         """Exchanges a JSON value, and returns the values of all workers in the order of their indices."""

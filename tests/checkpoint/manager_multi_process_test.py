@@ -63,6 +63,8 @@ def in_worker_manage(folder):
     assert os.path.basename(manager.save(100, check_interval=False, asynchronous=False)) == "ckpt-100"
     kdist.barrier()
     assert names(manager.checkpoints) == ["ckpt-4", "ckpt-100"]
+    again.step = 3  # as after a restore of an earlier checkpoint
+    assert os.path.basename(manager.save(asynchronous=False)) == "ckpt-101"
 
     manager = kdist.CheckpointManager(again, folder + "-hours", 1, keep_checkpoint_every_n_hours=1e-9)
     for _ in range(3):
@@ -92,6 +94,7 @@ def in_worker_manage(folder):
     "checkpoint_shards_overwritten",
     "checkpoint_too_many_deleted",
     "manager_forgets_the_hours_at_a_restart",
+    "manager_skips_saves_after_a_rollback",
     "manager_keeps_the_number_of_a_deleted_checkpoint",
 )
 def test_the_manager(tmp_path):
