@@ -53,6 +53,7 @@ def hook_saving() -> None:
     """Wraps the functions that all ways to save a model use, not only `keras.Model.save`."""
     import keras
     from keras.src.callbacks import orbax_checkpoint
+    from keras.src.export import saved_model_export_archive
     from keras.src.legacy.saving import legacy_h5_format
     from keras.src.saving import saving_lib
     from keras.src.utils import file_utils
@@ -116,7 +117,16 @@ def hook_saving() -> None:
         # Orbax writes while training continues, and a NumPy array may share the variable's memory.
         return keras.tree.map_structure(lambda value: value.copy() if value.ndim else value.item(), tree)
 
+    def to_tensorflow(original: Function, archive: object, variable: keras.Variable) -> object:
+        if getattr(variable.value, "is_fully_addressable", True):
+            return original(archive, variable)
+        # JAX cannot read an array that is sharded over workers, but kdist keeps its whole value during a save.
+        value = keras.ops.convert_to_numpy(variable)
+        facts = {"dtype": variable.dtype, "trainable": variable.trainable, "name": variable.name}
+        return saved_model_export_archive.tf.Variable(value, **facts)
+
     wrap(orbax_checkpoint, "_get_state_tree", state_tree)
+    wrap(saved_model_export_archive.SavedModelExportArchive, "_convert_to_tf_variable", to_tensorflow)
     wrap(saving_lib, "save_model", save)
     wrap(saving_lib, "save_weights_only", save)
     wrap(legacy_h5_format, "save_model_to_hdf5", save)

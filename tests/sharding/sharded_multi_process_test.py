@@ -224,6 +224,30 @@ def test_a_worker_that_saves_alone_is_an_error_and_no_hang(tmp_path: Path, place
     assert "`save`, `restore`" in chief and "on every worker" in chief
 
 
+def export(name: str, folder: str) -> tuple[Any, Any]:
+    """Returns the predictions of an exported model and of the model itself."""
+    import os
+
+    import tensorflow as tf
+
+    with jobs.strategy(name).scope():
+        model = jobs.small()
+    x, y = jobs.rows(8)
+    model.fit(x, y, verbose=0)
+    path = os.path.join(folder, "exported")
+    model.export(path, format="tf_saved_model", verbose=False)
+    exported = tf.saved_model.load(path)
+    return exported.serve(x).numpy(), model.predict(x, verbose=0)
+
+
+@pytest.mark.kills("jax_export_reads_sharded_arrays")
+@pytest.mark.parametrize("name", ["fully", "model"])
+@pytest.mark.in_turn(4)
+def test_an_export_contains_the_whole_variables(tmp_path: Path, name: str, pools: Pools) -> None:
+    for served, predicted in pools.run(TWO_WORKERS, export, name, str(tmp_path)):
+        assert_close(served, predicted, atol=1e-5)
+
+
 def back_up(folder: str) -> tuple[list[Any], list[Any], list[str]]:
     """Runs Keras's callbacks that write and read files, in a `fit` that fails and in the next `fit`."""
     import os
