@@ -227,7 +227,7 @@ class CheckpointManager:
         return 0 <= step - self._last_step < self._interval
 
     def _managed(self, state: dict[str, Any]) -> list[layout.Found]:
-        # Newer checkpoints have only the number of a kept one, which was deleted by hand without the hidden file.
+        # If a user deletes a kept checkpoint, the hidden file still lists its number, which a new checkpoint can get.
         return [
             found
             for found in layout.find(self._directory, self._name)
