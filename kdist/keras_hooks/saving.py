@@ -53,7 +53,7 @@ def hook_saving() -> None:
     """Wraps the functions that all ways to save a model use, not only `keras.Model.save`."""
     import keras
     from keras.src.callbacks import orbax_checkpoint
-    from keras.src.export import saved_model_export_archive
+    from keras.src.export import saved_model_export_archive as archives
     from keras.src.legacy.saving import legacy_h5_format
     from keras.src.saving import saving_lib
     from keras.src.utils import file_utils
@@ -123,10 +123,12 @@ def hook_saving() -> None:
         # JAX cannot read an array that is sharded over workers, but kdist keeps its whole value during a save.
         value = keras.ops.convert_to_numpy(variable)
         facts = {"dtype": variable.dtype, "trainable": variable.trainable, "name": variable.name}
-        return saved_model_export_archive.tf.Variable(value, **facts)
+        return archives.tf.Variable(value, **facts)
 
     wrap(orbax_checkpoint, "_get_state_tree", state_tree)
-    wrap(saved_model_export_archive.SavedModelExportArchive, "_convert_to_tf_variable", to_tensorflow)
+    # Keras 3.16 uses the first name.
+    archive = getattr(archives, "BaseSavedModelExportArchive", None) or archives.SavedModelExportArchive
+    wrap(archive, "_convert_to_tf_variable", to_tensorflow)
     wrap(saving_lib, "save_model", save)
     wrap(saving_lib, "save_weights_only", save)
     wrap(legacy_h5_format, "save_model_to_hdf5", save)

@@ -67,8 +67,8 @@ def in_worker_manage(folder):
     assert os.path.basename(manager.save(asynchronous=False)) == "ckpt-101"
 
     manager = kdist.CheckpointManager(again, folder + "-hours", 1, keep_checkpoint_every_n_hours=1e-9)
-    for _ in range(3):
-        manager.save(asynchronous=False)
+    for number in (1, 2, 3):
+        manager.save(number, asynchronous=False)
     kdist.barrier()
     assert len(manager.checkpoints) == 1 and len(os.listdir(manager.directory)) == 4
     kdist.barrier()
