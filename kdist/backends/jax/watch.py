@@ -192,6 +192,7 @@ class Watch:
         chief = self._channel.lost.get(0)
         if chief is not None and chief.is_cause:
             self._aborted.wait(_CLOSING)  # JAX tries to abort once; `_on_abort` stops it
+            _abandon_client()  # its destructor would wait for an answer of the chief
         else:
             self._channel.leave()
             if self._cluster.is_chief:
