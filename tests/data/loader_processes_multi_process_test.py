@@ -89,7 +89,7 @@ def test_a_data_loader_with_spawned_processes(backend, tmp_path):
     assert len(readers - workers) >= 2 and not readers & workers
 
 
-def in_worker_sampler_without_length(is_infinite: bool) -> object:
+def in_worker_sampler_without_length(length: int) -> object:
     """Returns the rows that a distributed loader reads, or its error."""
     import itertools
 
@@ -100,7 +100,7 @@ def in_worker_sampler_without_length(is_infinite: bool) -> object:
 
     class Sampler(torch.utils.data.Sampler):
         def __iter__(self):
-            return itertools.cycle(range(10)) if is_infinite else iter(range(10))
+            return itertools.islice(itertools.cycle(range(10)), length)
 
     torch_loader._MOST_INDICES = 1000
     rows = torch.utils.data.TensorDataset(torch.arange(10.0)[:, None])
@@ -115,8 +115,7 @@ def in_worker_sampler_without_length(is_infinite: bool) -> object:
 @pytest.mark.kills(data_sampler_read_forever="[jax]")
 @each_backend
 def test_samplers_without_a_length(backend):
-    assert (
-        run(backend, 2, in_worker_sampler_without_length, False) == [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]] * 2
-    )
-    for error in run(backend, 2, in_worker_sampler_without_length, True):
+    rows = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert run(backend, 2, in_worker_sampler_without_length, 10) == [rows] * 2
+    for error in run(backend, 2, in_worker_sampler_without_length, 1100):
         assert "has no length and may be infinite" in error and "Sampler" in error
