@@ -33,7 +33,7 @@ class StrategyLike(Protocol):
     def scope(self) -> Scope[Any]:
         """Returns a context manager that makes this strategy current."""
 
-    def reduce(self, reduce_op: ReduceOp | str, value: object, axis: int | None) -> Any:
+    def reduce(self, reduce_op: ReduceOp | str, value: object, axis: int | Sequence[int] | None) -> Any:
         """Reduces a value over all replicas."""
 
 

@@ -188,6 +188,8 @@ def test_under_kdist_debug_a_worker_at_another_collective_is_named_with_its_line
 def in_worker_extended():
     import keras
 
+    import kdist
+
     chosen = strategy()
     with chosen.scope():
         v = keras.Variable(np.ones(2, "float32"))
@@ -201,7 +203,8 @@ def in_worker_extended():
     means = extended.batch_reduce_to("MEAN", [(ids, v), (ids, v)])
     with extended.colocate_vars_with(v):
         extended.update(v, lambda var, x: var.assign(var + x), args=(total,))
-    created = [extended.variable_created_in_scope(x) for x in (v, outside[0])]
+    both = (extended, kdist.get_strategy().extended)
+    created = [one.variable_created_in_scope(x) for one in both for x in (v, outside[0])]
     names = [*extended.worker_devices, *extended.parameter_devices, *extended.non_slot_devices([v])]
     assert extended.value_container(v) is v and not extended.experimental_require_static_shapes
     return host(total), host(means), host(v.value), created, names
@@ -213,7 +216,7 @@ def test_the_extended_parts_of_a_strategy(backend, num_workers):
     for total, means, value, created, names in run(backend, num_workers, in_worker_extended):
         assert total == 3 and means == [1.5, 1.5]
         assert np.asarray(value).tolist() == [4, 4]
-        assert created == [True, False]
+        assert created == [True, False, False, True]
         assert len(names) == (6 if num_workers == 1 else 3) and all(name.startswith("cpu") for name in names)
 
 

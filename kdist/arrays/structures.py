@@ -1,11 +1,12 @@
-"""Structures of tensors in the collectives of a replica."""
+"""Structures of tensors in the collectives of a replica, and sums of changes by several workers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 
 from kdist.errors import InvalidArgumentError
 from kdist.values import DistributedValues, PerReplica, ReduceOp, is_same
@@ -60,3 +61,21 @@ def as_summand(op: ReduceOp, tensor: Tensor) -> Tensor:
         return tensor
     is_small = dtype in ("bool", "int8", "uint8", "int16", "uint16")
     return keras.ops.cast(tensor, "float32" if is_small else "float64")
+
+
+def merged(where: Callable[..., Any], now: Any, base: Any, new: Any) -> Any:
+    """Adds the change from `base` to `new` to the elements that another worker has changed since, if it is a sum.
+
+    `where` is the function of NumPy or TensorFlow.
+    """
+    with np.errstate(all="ignore"):
+        return where((now == base) | ~is_sum(base, new), new, now + (new - base))
+
+
+def is_sum(base: Any, new: Any, error: float = 0.01) -> Any:
+    """Returns for each element whether `base` plus the difference is `new`, up to a relative error.
+
+    This is not so if the difference is infinite, or much larger than `new`.
+    """
+    with np.errstate(all="ignore"):
+        return abs(base + (new - base) - new) <= error * abs(new)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from kdist.context import StrategyLike
 from kdist.control import whereabouts
 from kdist.control.waiting import Waiting
-from kdist.errors import StrategyScopeError, WorkerTimeoutError
+from kdist.errors import OutOfRangeError, StrategyScopeError, WorkerTimeoutError
 
 if TYPE_CHECKING:
     import keras
@@ -118,6 +118,8 @@ class Coordination(ABC):
     num_servers: int
     closures: Any
     """The scheduled functions that are not finished; see `kdist/coordinator/closures.py`."""
+    end_of_data: type[Exception] = OutOfRangeError
+    """The error of a step on a worker whose dataset has ended."""
     places_variables: bool = False
     """Whether the servers hold the variables from their creation in `scope`."""
 

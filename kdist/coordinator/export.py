@@ -60,8 +60,4 @@ class SidecarEvaluatorModelExport(keras.callbacks.ModelCheckpoint):
         number = self._count if self.checkpoint_number is None else self.checkpoint_number
         named = logs | {f"val_{name}": value for name, value in logs.items()}
         super().on_epoch_end(number - 1, named)
-
-    def _get_file_path(self, epoch: int, batch: int | None, logs: dict[str, float]) -> str:
-        path = super()._get_file_path(epoch, batch, logs)
-        self.exported.add(os.path.realpath(path))
-        return path
+        self.exported.add(os.path.realpath(self.filepath.format(epoch=number, **named)))

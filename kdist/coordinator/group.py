@@ -194,7 +194,7 @@ class GroupTask(SessionTask):
             self._leave()
             self._working = function.__enter__()
         batches = [split_batch(self.strategy.runtime, batch) for batch in shipping.loads(arrays[0], self)]
-        return {}, [shipping.dumps(shipping.to_host(function(batches)), self.strategy)]
+        return shipping.answer_result(function(batches), self.strategy)
 
     @shipping.answers_errors
     def write(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:

@@ -123,15 +123,6 @@ class Record:
         self.mark = self.served.engine.mark(self.held)
 
 
-def is_sum(base: np.ndarray, new: np.ndarray, error: float = 0.01) -> np.ndarray:
-    """Returns for each element whether `base` plus the difference is `new`, up to a relative error.
-
-    This is not so if the difference is infinite, or much larger than `new`.
-    """
-    with np.errstate(all="ignore"):
-        return np.asarray(abs(base + (new - base) - new) <= error * abs(new))
-
-
 @dataclasses.dataclass(eq=False)
 class Served:
     """The variables of one job, as seen by one task."""

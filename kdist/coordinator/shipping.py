@@ -102,8 +102,21 @@ def _local_variable(cls: type, state: dict[str, object], value: np.ndarray) -> k
     return keras_hooks.new_variable(cls, state, keras_hooks.offset_seed(state, value, index))
 
 
+_TO_WORKER = (
+    "The function or an object that it uses cannot be pickled, so kdist cannot send it to a worker.",
+    "Create files, locks and iterators inside the function, and datasets with create_per_worker_dataset.",
+)
+_TO_COORDINATOR = (
+    "The result of the function cannot be pickled, so the worker cannot send it to the coordinator.",
+    "Return tensors, arrays and Python values, or `None`.",
+)
+
+
 def dumps(
-    value: object, strategy: object, reduce: Callable[[object], object] = lambda obj: NotImplemented
+    value: object,
+    strategy: object,
+    reduce: Callable[[object], object] = lambda obj: NotImplemented,
+    problem_and_hint: tuple[str, str] = _TO_WORKER,
 ) -> np.ndarray:
     """Pickles a value for another task, as an array of bytes.
 
@@ -121,11 +134,9 @@ def dumps(
     except KdistError:  # already has an explanation
         raise
     except Exception as error:
-        raise InvalidArgumentError(
-            "The function or an object that it uses cannot be pickled, so kdist cannot send it to a worker.",
-            received={"value": value, "error": f"{type(error).__name__}: {error}"},
-            hint="Create files, locks and iterators inside the function, and datasets with create_per_worker_dataset.",
-        ) from error
+        problem, hint = problem_and_hint
+        received = {"value": value, "error": f"{type(error).__name__}: {error}"}
+        raise InvalidArgumentError(problem, received=received, hint=hint) from error
 
 
 def loads(data: np.ndarray, task: object) -> Any:
@@ -196,8 +207,8 @@ def load_error(data: np.ndarray, worker: str) -> BaseException:
     return error
 
 
-def to_host(structure: object) -> Any:
-    """Returns a structure with its tensors and variables as NumPy arrays. Other values stay as they are."""
+def answer_result(result: object, strategy: object) -> Message:
+    """Returns the answer with the result of a function, with its tensors and variables as NumPy arrays."""
 
     def host(leaf: object) -> object:
         return (
@@ -206,4 +217,5 @@ def to_host(structure: object) -> Any:
             else leaf
         )
 
-    return keras.tree.map_structure(host, structure)
+    value = keras.tree.map_structure(host, result)
+    return {}, [dumps(value, strategy, problem_and_hint=_TO_COORDINATOR)]

@@ -59,7 +59,7 @@ class ScheduledSteps(StepFunction):
             self.sync()
             return
         self._coordination.closures.cancel()
-        if kind is StopIteration or kind.__name__ == "OutOfRangeError":  # of TensorFlow
+        if issubclass(kind, self._coordination.end_of_data):
             raise DatasetError(
                 "The dataset of a worker ended before the last step of `fit`.",
                 received={"steps": num_done},
@@ -87,10 +87,10 @@ class TrainStep:
         """The model."""
         return self._model()
 
-    def __call__(self, batches: Sequence[object]) -> object:
+    def __call__(self, batches: Sequence[Any]) -> object:
         strategy: Any = keras_hooks.strategy_of(self.model)
         for batch in batches:
-            data = next(batch) if hasattr(batch, "__next__") else batch
+            data = batch.get_next() if hasattr(batch, "get_next") else batch
             logs = strategy.run(self.step, (data,))
         return logs
 

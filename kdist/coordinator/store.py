@@ -13,10 +13,10 @@ import numpy as np
 from kdist import keras_hooks
 from kdist.arrays.memory import unchanging
 from kdist.arrays.rows import to_host
+from kdist.arrays.structures import merged
 from kdist.backends.coordination import Engine
 from kdist.coordinator import shipping
 from kdist.coordinator.rpc import Message
-from kdist.coordinator.served import is_sum
 
 _OK: Message = ({}, ())
 
@@ -147,8 +147,7 @@ class ParameterStore:
                 new = next(found)
                 if (base := bases.get(key)) is not None:
                     now = to_host(self._parts[key].variable.value)
-                    with np.errstate(all="ignore"):  # only elements that another worker has changed are sums
-                        new = np.where((now == base) | ~is_sum(base, new), new, now + (new - base))
+                    new = merged(np.where, now, base, new)
                 self._write(key, new)
             self._made.add(closure)
             self._oldest = max(self._oldest, header["oldest"])

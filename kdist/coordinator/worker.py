@@ -14,13 +14,14 @@ import numpy as np
 
 from kdist import keras_hooks
 from kdist.arrays.rows import to_host
+from kdist.arrays.structures import is_sum
 from kdist.backends import get_backend
 from kdist.backends.coordination import Engine
 from kdist.coordinator import shipping
 from kdist.coordinator.closures import Recent
 from kdist.coordinator.optimizers import NUMBER
 from kdist.coordinator.rpc import Message, Peer, PeerLost
-from kdist.coordinator.served import Home, Record, Served, is_sum
+from kdist.coordinator.served import Home, Record, Served
 from kdist.data.distributed_dataset import DistributedIterator
 from kdist.errors import StrategyScopeError
 from kdist.strategies.running import RunOptions
@@ -219,16 +220,13 @@ class Task(SessionTask):
                     result = known[0](*args, **kwargs)
                     self.commit(())
                     known[1] = self.served.touched
-                return {}, [shipping.dumps(shipping.to_host(result), self.strategy)]
+                return shipping.answer_result(result, self.strategy)
             except NotBuilt as missing:
                 for iterator in iterators:  # the repeated closure, or the next one here, needs these batches
                     iterator.repeat()
                 return {"build": missing.args}, ()
             except PeerLost as lost:
                 return {"lost": str(lost)}, ()
-            finally:
-                for iterator in iterators:
-                    iterator.kept = None
 
     def commit(self, gradients: Sequence[Mapping[str, Any]]) -> None:
         """Sends gradients and other changes of variables to the servers."""

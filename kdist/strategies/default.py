@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from kdist.context import (
     ReplicaContext,
     Scope,
-    checked_axis,
     current_replica,
     current_strategy,
     has_strategy,
@@ -84,6 +83,8 @@ class DefaultStrategy(Strategy):
     There is only one instance. `kdist.get_strategy()` returns it outside any scope.
     """
 
+    new_variables = None  # type: ignore[assignment]
+
     def __init__(self) -> None:
         # Creates no runtime, so that models behave as without kdist.
         pass
@@ -136,18 +137,22 @@ class DefaultStrategy(Strategy):
         """Calls the function and returns its result."""
         return fn(*args, **(kwargs or {}))
 
-    def reduce(self, reduce_op: ReduceOp | str, value: object, axis: int | None = None) -> Any:
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: object, axis: int | Sequence[int] | None = None
+    ) -> Any:
         """Reduces only along the axis, because there is one replica."""
         op = ReduceOp.of(reduce_op)
         if axis is None:
             return value
         import keras
 
+        from kdist.strategies.reductions import checked_axes
+
         along = keras.ops.sum if op is ReduceOp.SUM else keras.ops.mean
 
         def reduce(leaf: object) -> Tensor:
             tensor = keras.ops.convert_to_tensor(leaf)
-            return along(tensor, axis=checked_axis(axis, len(tensor.shape)))
+            return along(tensor, axis=checked_axes(axis, len(tensor.shape)))
 
         return keras.tree.map_structure(reduce, value)
 

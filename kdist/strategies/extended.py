@@ -165,7 +165,9 @@ class StrategyExtended:
 
     def variable_created_in_scope(self, v: keras.Variable) -> bool:
         """Returns whether a Keras variable was created in the scope of this strategy."""
-        return self._strategy.new_variables.has_seen(v)
+        from kdist.strategies.new_variables import creator_of
+
+        return creator_of(v) is self._strategy.new_variables
 
     def value_container(self, value: object) -> Any:
         """Returns the value unchanged, because a Keras variable has no components."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,16 @@ from kdist.backends.variable_table import VariableTable
 
 if TYPE_CHECKING:
     import keras
+
+
+# By variable, the `NewVariables` of the scope that created it.
+_creators: VariableTable[weakref.ref[NewVariables]] = VariableTable()
+
+
+def creator_of(variable: keras.Variable) -> NewVariables | None:
+    """Returns the new variables of the scope in which a variable was created, or `None`."""
+    creator = _creators.get(variable)
+    return None if creator is None else creator()
 
 
 class NewVariables:
@@ -27,11 +38,10 @@ class NewVariables:
         self._runtime = runtime
         # Strong references, because garbage collection may run at different times on the workers.
         self._found: list[keras.Variable] = []
-        self._seen: VariableTable[bool] = VariableTable()
 
     def add(self, variable: keras.Variable) -> None:
         """Records a new variable."""
-        self._seen[variable] = True
+        _creators[variable] = weakref.ref(self)
         if self._runtime.takes_variables:
             self._found.append(variable)
 
@@ -47,10 +57,6 @@ class NewVariables:
             yield
         finally:
             del self._found[known:]
-
-    def has_seen(self, variable: keras.Variable) -> bool:
-        """Returns whether a variable was created in the scope."""
-        return self._seen.get(variable) is not None
 
     def share(self) -> None:
         """Sends the chief's values to all workers, and shards them if the topology requires it.

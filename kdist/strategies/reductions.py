@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ def reduce(
     strategy: StrategyLike,
     reduce_op: ReduceOp | str,
     value: object,
-    axis: int | None,
+    axis: int | Sequence[int] | None,
     destinations: object = None,
     options: object = None,
 ) -> Any:
@@ -104,19 +105,21 @@ def _checked(runtime: Runtime, own: CrossDeviceOps, result: object, parts: Seque
     return tensor
 
 
-def _debug(runtime: Runtime, what: str, value: object, axis: int | None) -> None:
+def _debug(runtime: Runtime, what: str, value: object, axis: int | Sequence[int] | None) -> None:
     if runtime.num_workers == 1 or not debugging.is_on() or not runtime.can_exchange:
         return
     tensors = [_parts(leaf)[0] for leaf in keras.tree.flatten(value) if leaf is not None]
     shapes = debugging.signature(tensors)
+    axes: Sequence[Any] = axis if isinstance(axis, (list, tuple)) else [axis]
     for _, shape in shapes:
-        if axis is not None and -len(shape) <= axis < len(shape):
-            shape[axis] = None  # may differ
+        for one in axes:
+            if one is not None and -len(shape) <= one < len(shape):
+                shape[one] = None  # may differ
     debugging.check(runtime, what, shapes)
 
 
 def _reduce_leaf(
-    runtime: Runtime, op: ReduceOp, leaf: object, axis: int | None, by_own: ByOwn | None
+    runtime: Runtime, op: ReduceOp, leaf: object, axis: int | Sequence[int] | None, by_own: ByOwn | None
 ) -> object:
     if leaf is None:
         return None
@@ -133,9 +136,9 @@ def _reduce_leaf(
     parts = [as_summand(op, part) for part in runtime.to_holder(_parts(leaf))]
     number: Any = runtime.num_replicas
     if axis is not None:
-        axis = checked_axis(axis, len(parts[0].shape))
-        lengths = [ops.shape(part)[axis] for part in parts]
-        parts = [ops.sum(part, axis=axis) for part in parts]
+        axes = checked_axes(axis, len(parts[0].shape))
+        lengths = [math.prod(ops.shape(part)[one] for one in axes) for part in parts]
+        parts = [ops.sum(part, axis=axes) for part in parts]
         if op is ReduceOp.MEAN:
             # Every element has the same weight, even if replicas have different numbers of elements.
             local = ops.cast(sum(lengths), "float32")
@@ -148,6 +151,12 @@ def _reduce_leaf(
     if op is ReduceOp.SUM:
         return total
     return divide(total, number)
+
+
+def checked_axes(axis: int | Sequence[int], rank: int) -> tuple[int, ...]:
+    """Returns one or several axes of a tensor as non-negative numbers; see `checked_axis`."""
+    axes = axis if isinstance(axis, (list, tuple)) and axis else (axis,)
+    return tuple(checked_axis(one, rank) for one in axes)
 
 
 def _check_equal_shapes(parts: Sequence[Tensor]) -> None:
@@ -169,7 +178,7 @@ def _agree(shape: Sequence[int | None], other: Sequence[int | None]) -> bool:
     )
 
 
-def _reduce_equal(op: ReduceOp, value: object, axis: int | None) -> object:
+def _reduce_equal(op: ReduceOp, value: object, axis: int | Sequence[int] | None) -> object:
     """Reduces a value that is equal on all replicas of one worker. As in `tf.distribute`, only 0 can be summed."""
     if op is ReduceOp.SUM and not (isinstance(value, (int, float)) and value == 0):
         raise InvalidArgumentError(
@@ -180,7 +189,7 @@ def _reduce_equal(op: ReduceOp, value: object, axis: int | None) -> object:
     if axis is None and not isinstance(value, keras.Variable):
         return value
     tensor = keras.ops.convert_to_tensor(value)
-    return tensor if axis is None else keras.ops.mean(tensor, axis=checked_axis(axis, len(tensor.shape)))
+    return tensor if axis is None else keras.ops.mean(tensor, axis=checked_axes(axis, len(tensor.shape)))
 
 
 def gather(runtime: Runtime, value: object, axis: int) -> Any:

@@ -307,7 +307,7 @@ class Strategy:
 
         return run(self, fn, args, kwargs, options)
 
-    def reduce(self, reduce_op: ReduceOp | str, value: object, axis: int | None) -> Any:
+    def reduce(self, reduce_op: ReduceOp | str, value: object, axis: int | Sequence[int] | None) -> Any:
         """Reduces a value over all replicas of all workers.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy
@@ -315,7 +315,7 @@ class Strategy:
         Args:
             reduce_op: `kdist.ReduceOp.SUM` or `MEAN`, or its name.
             value: A `kdist.DistributedValues` or a structure of them, for example the result of `run`.
-            axis: The axis to also reduce within each replica, usually 0 for the rows. Every element has the
+            axis: The axis or axes to also reduce within each replica, usually 0 for the rows. Every element has the
                 same weight in a `MEAN`, even if replicas have different numbers of rows. `None` reduces only
                 over the replicas, which must have equal shapes.
 

@@ -243,6 +243,7 @@ alive("a function that raises")
 if not is_native:
     error("what cannot be pickled", scheduled, locked)
     alive("what cannot be pickled")
+    error("a result that cannot be pickled", scheduled, threading.Lock)
     error("variables from outside", scheduled, step_outside)
     alive("variables from outside")
 

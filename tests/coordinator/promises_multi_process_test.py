@@ -100,6 +100,7 @@ ERRORS = {
     "a function that raises": r"ValueError: an error of its own",
     "a dataset that raises": r"ValueError: an error of its own",
     "what cannot be pickled": r"InvalidArgumentError: .*pickled.*lock",
+    "a result that cannot be pickled": r"InvalidArgumentError: The result .* to the coordinator\..*lock",
     "variables from outside": r"Unknown variable.*path=outside",
     "a norm of one variable's parts": r"UnsupportedError: clipnorm cannot be [\s\S]*clipnorm=1.0, variable='divided'",
     "a norm of all variables": r"UnsupportedError: global_clipnorm cannot be [\s\S]*\nReceived: global_clipnorm=1.0",
@@ -132,6 +133,7 @@ def test_what_cannot_be_is_an_error_that_says_what_can(found: dict[str, Any]) ->
 
 
 ON_OWN_SERVERS = {"a worker that never comes", "a server that never comes", "what cannot be pickled"}
+ON_OWN_SERVERS |= {"a result that cannot be pickled"}
 ON_OWN_SERVERS |= {
     "a norm of one variable's parts",
     "a norm of all variables",

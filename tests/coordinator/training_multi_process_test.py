@@ -173,7 +173,7 @@ def test_a_loop_trains_and_a_killed_worker_is_replaced(backend: str, tmp_path: P
     assert last["steps"] == 260
 
 
-@pytest.mark.kills(servers_end_of_a_workers_dataset="[torch]")
+@pytest.mark.kills(servers_end_of_a_workers_dataset="[torch]", servers_take_an_error_for_the_end="[torch]")
 @each_backend
 def test_fit_takes_datasets_of_the_workers_own(backend: str, tmp_path: Path) -> None:
     source = f"""
@@ -209,6 +209,18 @@ def test_fit_takes_datasets_of_the_workers_own(backend: str, tmp_path: Path) -> 
         model.fit(few, steps_per_epoch=400, verbose=0)
     except kdist.errors.DatasetError as error:
         tell(ended=str(error))
+
+    class Buggy(keras.Sequential):
+        def train_step(self, *args):
+            return next(iter(()))
+
+    with strategy.scope():
+        buggy = Buggy([keras.layers.Dense(1)])
+        buggy.compile("sgd", "mse")
+    try:
+        buggy.fit(datasets, steps_per_epoch=1, verbose=0)
+    except Exception as error:
+        tell(error=repr(error))
     tell(
         iterations=iterations,
         by_hand=[float(np.mean(np.argmax(logits, axis=1) == y)), float(np.mean(losses))],
@@ -217,7 +229,8 @@ def test_fit_takes_datasets_of_the_workers_own(backend: str, tmp_path: Path) -> 
     """
     with cluster(backend, tmp_path) as tasks:
         chief = tasks.coordinate(source).finish()
-        error, ended, found = facts(chief)
+        error, ended, bug, found = facts(chief)
+    assert "StopIteration" in str(bug["error"])
     assert "steps_per_epoch" in str(error["error"])
     assert re.match(
         r"The dataset of a worker ended before the last step of `fit`.\s+Received: steps=[4-8]\n",

@@ -28,7 +28,8 @@ def in_worker_reduce(num_replicas):
     def compiled(vectors, rows):
         doubled = s.run(lambda x: x * 2, args=(vectors,))
         longer = s.run(lambda x: keras.ops.concatenate([x, -x, x]), args=(vectors,))
-        return [s.reduce("SUM", x, axis=None) for x in (doubled, longer)], s.reduce("MEAN", rows, axis=0)
+        means = [s.reduce("MEAN", rows, axis=axis) for axis in (0, (0, 1))]
+        return [s.reduce("SUM", x, axis=None) for x in (doubled, longer)], means
 
     found = {
         "sum": [s.reduce(op, vectors, axis=None) for op in (kdist.ReduceOp.SUM, "SUM", "sum", "Sum")],
@@ -41,6 +42,7 @@ def in_worker_reduce(num_replicas):
         "rows": [s.reduce(op, rows, axis=0) for op in ("SUM", "MEAN")],
         "negative": [s.reduce(op, rows, axis=-2) for op in ("SUM", "MEAN")],
         "columns": [s.reduce(op, integers, axis=-1) for op in ("SUM", "MEAN")],
+        "both axes": [s.reduce("SUM", rows, axis=(0, 1)), s.reduce("MEAN", rows, axis=[-1, 0])],
         "compiled": compiled(vectors, rows),
     }
     if keras.backend.backend() == "tensorflow":
@@ -50,7 +52,11 @@ def in_worker_reduce(num_replicas):
     return numpy_of(found)
 
 
-@pytest.mark.kills("reduce_means_of_one_worker", reduce_sums_flags_as_flags="torch")
+@pytest.mark.kills(
+    "reduce_means_of_one_worker",
+    reduce_sums_flags_as_flags="torch",
+    reduce_means_along_several_axes="torch",
+)
 @each_cluster
 def test_reduce_adds_or_averages(backend, num_workers, num_replicas):
     ids = np.arange(num_replicas)
@@ -78,10 +84,12 @@ def test_reduce_adds_or_averages(backend, num_workers, num_replicas):
         for name in ("rows", "negative"):  # replicas have 1, 2 and 3 rows, and each row counts the same
             np.testing.assert_allclose(found[name][0], rows.sum(0))
             np.testing.assert_allclose(found[name][1], rows.mean(0), rtol=1e-6)
-        (doubled, longer), mean = found["compiled"]
+        np.testing.assert_allclose(found["both axes"], [rows.sum(), rows.mean()], rtol=1e-6)
+        (doubled, longer), (mean, mean_of_all) = found["compiled"]
         np.testing.assert_allclose(doubled, 2 * total)
         np.testing.assert_allclose(longer, np.concatenate([total, -total, total]))
         np.testing.assert_allclose(mean, rows.mean(0), rtol=1e-6)
+        np.testing.assert_allclose(mean_of_all, rows.mean(), rtol=1e-6)
 
 
 def in_worker_plain_values(num_replicas):

@@ -39,6 +39,7 @@ class NativeCoordination(Coordination):
     The argument `synchronous` is always `False`; see `SynchronousRuntime`.
     """
 
+    end_of_data = tf.errors.OutOfRangeError
     places_variables = True
 
     def __init__(

@@ -17,6 +17,7 @@ from tensorflow.python.distribute.sharded_variable import ShardedVariable
 from tensorflow.python.eager import record, tape
 
 from kdist import keras_hooks
+from kdist.arrays.structures import merged
 from kdist.backends.aggregation import NotesAdditions
 from kdist.backends.coordination import experimental_get_current_worker_index
 from kdist.backends.tensorflow.served import offsets_of, shards_of
@@ -267,7 +268,9 @@ class Plan:
                 with tf.device(shard.device):
                     value = slot.of(messages)
                     if bases is not None:
-                        value = _changed(tf.convert_to_tensor(shard), bases[index].of(messages), value)
+                        value = merged(
+                            tf.where, tf.convert_to_tensor(shard), bases[index].of(messages), value
+                        )
                     elif write.is_addition:
                         value = shard + value
                     shard.assign(value)
@@ -351,13 +354,6 @@ class CommitScope(keras.StatelessScope):
                     with tf.device(shard.device):
                         rate = tf.cast(optimizer.learning_rate, shard.dtype)
                         shard.assign(shard - shard * tf.cast(optimizer.weight_decay, shard.dtype) * rate)
-
-
-def _changed(now: tf.Tensor, base: tf.Tensor, new: tf.Tensor) -> tf.Tensor:
-    """Adds the change from `base` to `new`. It is `new` if no other worker changed the base, or if it is not a sum."""
-    difference = new - base
-    is_sum = tf.abs(base + difference - new) <= 0.01 * tf.abs(new)
-    return tf.where(tf.equal(now, base) | ~is_sum, new, now + difference)
 
 
 def _joined(
