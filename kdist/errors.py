@@ -147,6 +147,12 @@ def check_whole(name: str, value: object, hint: str, least: int = 1) -> int:
     return operator.index(value)
 
 
+def check_function(name: str, value: object, hint: str) -> None:
+    """Raises an error unless the value can be called."""
+    if not callable(value):
+        raise InvalidArgumentError(f"`{name}` is not a function.", received={name: value}, hint=hint)
+
+
 def check_positive(name: str, value: object, hint: str) -> None:
     """Raises an error unless the value is a number above 0, so also for NaN."""
     if isinstance(value, bool) or not isinstance(value, SupportsFloat) or not float(value) > 0:

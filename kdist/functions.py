@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kdist.context import entered_function
-from kdist.errors import InvalidArgumentError
+from kdist.errors import InvalidArgumentError, check_function
 
 if TYPE_CHECKING:
     import keras
@@ -46,12 +46,7 @@ def function(fn: Callable[..., object] | None = None, **options: object) -> Any:
     """
     if fn is None:
         return lambda decorated: function(decorated, **options)
-    if not callable(fn):
-        raise InvalidArgumentError(
-            "kdist.function received an object that is not callable.",
-            received={"fn": fn},
-            hint="Pass a function: kdist.function(step)",
-        )
+    check_function("fn", fn, "Pass a function: kdist.function(step)")
     from kdist.backends import get_backend
 
     compiled = get_backend().function(fn, **options)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kdist.errors import InvalidArgumentError
+from kdist.errors import InvalidArgumentError, check_function
 
 # Sums over other groups of rows differ in the last digits of float32; the effect of an error is far larger.
 RTOL, ATOL = 1e-5, 2e-6
@@ -137,13 +137,10 @@ def check_options(epochs: int, rtol: float, atol: float, strategy: Any) -> None:
             received={"rtol": rtol, "atol": atol},
             hint=f"Pass tolerances, for example: rtol={RTOL:g}, atol={ATOL:g}",
         )
-    if strategy is not None and not callable(strategy):
-        raise InvalidArgumentError(
-            "`strategy` is not a function.",
-            received={"strategy": strategy},
-            hint="Pass a function that creates the strategy, because each worker creates its own:\n"
-            'strategy=lambda: kdist.MirroredStrategy(["cpu:0", "cpu:1"])',
-        )
+    if strategy is not None:
+        hint = "Pass a function that creates the strategy, because each worker creates its own:\n"
+        hint += 'strategy=lambda: kdist.MirroredStrategy(["cpu:0", "cpu:1"])'
+        check_function("strategy", strategy, hint)
 
 
 def differences(

@@ -104,7 +104,6 @@ class Topology:
 
     @property
     def worker_index(self) -> int:
-        """The index of this worker, from 0."""
         return 0 if self.cluster is None else self.cluster.worker_index
 
     @property

@@ -49,7 +49,6 @@ class Gap:
     def error(
         self, received: Mapping[str, object] | None = None, kind: type[KdistError] = UnsupportedError
     ) -> KdistError:
-        """Returns the error with the reason and the alternative."""
         return kind(self.reason, received=received, hint=self.remedy)
 
 

@@ -96,7 +96,6 @@ def encode(batch: Structure) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Decodes a batch that `encode` encoded."""
     with malformed_as(
         lambda error: DatasetError(
             "A batch from another worker has an unknown format.",

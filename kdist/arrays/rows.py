@@ -194,7 +194,6 @@ def dtype_name(leaf: Tensor) -> str:
 
 
 def has_sparse(batch: Structure) -> bool:
-    """Returns whether a batch contains a sparse array."""
     for leaf in leaves_of(batch):  # noqa: SIM110  # a generator would cost a call per leaf
         if is_tf_sparse(leaf) or not hasattr(leaf, "__array__"):
             return True

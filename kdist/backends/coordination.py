@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from kdist.context import StrategyLike
 from kdist.control import whereabouts
 from kdist.control.waiting import Waiting
-from kdist.errors import OutOfRangeError, StrategyScopeError, WorkerTimeoutError
+from kdist.errors import InvalidArgumentError, OutOfRangeError, StrategyScopeError, WorkerTimeoutError
 
 if TYPE_CHECKING:
     import keras
@@ -56,7 +57,6 @@ class PerWorkerValues(ABC):
         """Returns the first element of one worker's dataset, as NumPy arrays."""
 
     def __next__(self) -> NoReturn:
-        """Raises an error, because only workers can iterate."""
         raise StrategyScopeError(
             "The coordinator cannot iterate over a PerWorkerValues: only workers can.",
             hint="Call next(iterator) in the step: coordinator.schedule(step, args=(iterator,))",
@@ -190,6 +190,25 @@ def wait_for_tasks(
                 hint="Start the script for these tasks as well. There, it must call `kdist.Server(...).join()`.",
             )
         pause(missing[0], left)
+
+
+def number_of_parts(answer: Any, shape: Sequence[int], partitioner: object) -> int:
+    """Returns the number of parts along the first axis, given the answer of a partitioner.
+
+    Raises:
+        InvalidArgumentError: If the answer is not one positive integer per axis, or splits another axis.
+    """
+    try:
+        numbers = [operator.index(number) for number in answer]
+    except TypeError:
+        numbers = []
+    if not numbers or numbers[0] < 1 or any(number != 1 for number in numbers[1:]):
+        raise InvalidArgumentError(
+            "The partitioner did not return a valid number of parts per axis.",
+            received={"partitioner": partitioner, "shape": tuple(shape), "returned": answer},
+            hint="Return one integer per axis: at least 1 for the first axis, and 1 for each other axis.",
+        )
+    return numbers[0]
 
 
 _AT_MOST = 2.0  # seconds; not longer, because a thread may wait for a step that takes a minute

@@ -22,7 +22,6 @@ END = "the end of the function"
 
 
 def is_on() -> bool:
-    """Returns whether `KDIST_DEBUG` enables the checks."""
     return environment.get("KDIST_DEBUG") not in (None, "", "0")
 
 

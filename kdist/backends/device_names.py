@@ -40,7 +40,6 @@ def count_of_kind(names: Sequence[str], kind: str) -> int:
 
 
 def missing_device(name: str, available: Sequence[str]) -> DeviceError:
-    """Returns the error for a device that does not exist."""
     return DeviceError(
         f"The device {name!r} does not exist on this machine.",
         received={"device": name},

@@ -67,7 +67,6 @@ class KeptGradients(ABC):
         self._batch = int(keras.ops.convert_to_numpy(keras_hooks.step_variable(self._optimizer)))
 
     def next_batch(self) -> None:
-        """Notes that a batch begins."""
         self._batch += 1
         self.is_due = self._batch % self._every == 0
         self._has_some = not self.is_due
@@ -97,7 +96,6 @@ class KeptInReplicas(KeptGradients):
     """Gradients that each replica keeps, for backends that run replicas one by one."""
 
     def positions(self, variables: Sequence[keras.Variable]) -> list[int]:
-        """Returns the positions of variables among the trained variables."""
         return [self._positions[id(variable)] for variable in variables]
 
     @abstractmethod
@@ -122,7 +120,6 @@ class KeepingSteps(StepFunction, Generic[KeptT]):
 
     @property
     def model(self) -> keras.Model:
-        """The model."""
         return self._model()
 
     def keep_gradients(self, keeps: bool) -> None:

@@ -192,10 +192,6 @@ def _compare_lines(runtime: Runtime, sites: Sequence[str]) -> None:
 def wait_to_read(runtime: Runtime, variables: Sequence[keras.Variable]) -> None:
     """Waits until all workers read the same sharded variables, because their collectives must match.
 
-    Args:
-        runtime: The runtime whose workers hold the shards.
-        variables: Objects with a path, a shape and a dtype.
-
     Raises:
         WorkerMismatchError: If a worker does something else.
     """

@@ -15,6 +15,7 @@ mean need no correction. `keras_hooks` corrects the others.
 from __future__ import annotations
 
 import functools
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -112,7 +113,6 @@ class Replica(ReplicaContext):
             self.log.append((collective, debugging.signature(tensors), messages.call_site()))
 
     def reduce_tensor(self, op: ReduceOp, tensor: TensorT) -> TensorT:
-        """Reduces one tensor over all replicas, differentiably if it is floating-point."""
         self.note("all_reduce", [tensor])
         if keras.backend.is_float_dtype(keras.backend.standardize_dtype(tensor.dtype)):
             total = self.all_reduce_with_gradient(tensor)
@@ -382,9 +382,7 @@ def packed(
         start = 0
         for i in members:
             shape = tuple(tensors[i].shape)
-            size = 1
-            for dim in shape:
-                size *= dim
+            size = math.prod(shape)
             results[i] = ops.reshape(flat[start : start + size], shape)
             start += size
     return results

@@ -33,12 +33,10 @@ class VariableTable(Generic[Value]):
         self._entries[key] = ref, value
 
     def get(self, variable: keras.Variable) -> Value | None:
-        """Returns the value of a variable, or `None`."""
         ref, value = self._entries.get(id(variable), (None, None))
         return value if ref is not None and ref() is variable else None
 
     def pop(self, variable: keras.Variable) -> None:
-        """Removes a variable, if it is in the table."""
         self._entries.pop(id(variable), None)
 
     def items(self) -> Iterator[tuple[keras.Variable, Value]]:

@@ -112,7 +112,6 @@ class JoinedWorkers(Workers, ABC):
         return self.channel.begin(data, timeout)
 
     def post(self, key: str, text: str) -> None:
-        """Posts a text for the chief; the chief posts it for all workers."""
         self.channel.post(key, text)
 
     def look_up(self, key: str) -> str | None:
@@ -128,7 +127,6 @@ class JoinedWorkers(Workers, ABC):
         """Returns whether the main thread may wait for workers, given its innermost file outside Python."""
 
     def check_others(self) -> None:
-        """Raises an error if a worker is lost or has ended."""
         if lost := self.channel.wait_for_loss(0.0):
             raise self.channel.lost_error(lost)
 

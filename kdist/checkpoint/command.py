@@ -23,7 +23,6 @@ _EXAMPLES = """examples:
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds `kdist checkpoint` and its arguments to the command line of kdist."""
     checkpoint = commands.add_parser(
         "checkpoint",
         help="inspect, verify or convert a checkpoint",

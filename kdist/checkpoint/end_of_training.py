@@ -68,7 +68,6 @@ def is_wanted(directory: str) -> bool:
 
 
 def has_ended(directory: str) -> bool:
-    """Returns whether the directory contains the end file."""
     return os.path.exists(os.path.join(directory, SIGN))
 
 

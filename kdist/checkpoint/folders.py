@@ -40,7 +40,6 @@ class Folder:
     is_committed: bool = False  # Whether a store may have the index. Then a failed save removes nothing.
 
     def release(self) -> None:
-        """Releases the lock."""
         lock, self.lock = self.lock, None
         if lock is not None:
             os.close(lock)

@@ -83,16 +83,13 @@ class Tensor:
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes of all elements."""
         return self.size.elements * self.size.itemsize
 
     def elements_of(self, start: int, stop: int) -> tuple[int, int]:
-        """Returns the stored elements from index `start` to `stop` of the axis."""
         row = self.size.elements // self.shape[self.axis]
         return start * row, stop * row
 
     def num_bytes_of(self, piece: Piece) -> int:
-        """Returns the number of bytes of one piece."""
         return (piece.last - piece.first) * self.size.itemsize
 
 
@@ -127,7 +124,6 @@ class Index:
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes of all tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
 

@@ -53,7 +53,6 @@ class Part:
 
 
 def kind_of(value: object) -> str:
-    """Returns the kind of an object, as in `Part.kind`."""
     for cls, kind in _KINDS:
         if isinstance(value, cls):
             return kind

@@ -103,7 +103,6 @@ class LocalFile:
         return os.preadv(self._fd, [part], offset)
 
     def close(self) -> None:
-        """Closes the file."""
         os.close(self._fd)
 
 
@@ -113,11 +112,9 @@ class Local:
     threads = 4  # how many read at the same time
 
     def names(self, directory: str) -> list[str]:
-        """Returns the names in a directory."""
         return os.listdir(directory)
 
     def sizes(self, directory: str) -> Iterator[tuple[str, int]]:
-        """Yields the name and the size of each file in a directory."""
         for entry in os.scandir(directory):
             with contextlib.suppress(FileNotFoundError):  # renamed in the meantime
                 yield entry.name, entry.stat().st_size
@@ -168,7 +165,6 @@ class Local:
             os.close(fd)
 
     def map(self, function: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_Result]:
-        """Calls a function for each item."""
         return list(map(function, items))
 
 

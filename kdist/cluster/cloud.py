@@ -157,7 +157,6 @@ class GCEClusterResolver(TaskClusterResolver):
 
 
 def _build_service(credentials: Any) -> Any:
-    """Creates a client of the Compute Engine API."""
     discovery = import_client("googleapiclient.discovery", "google-api-python-client", "service")
     given = None if credentials == "default" else credentials
     with asking(

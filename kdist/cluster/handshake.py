@@ -81,7 +81,6 @@ class Link:
         self.send_bytes(first + self._prove(self._roles[0], text) + text)
 
     def send_bytes(self, body: bytes) -> None:
-        """Sends bytes without a proof."""
         self.connection.settimeout(5.0)
         self.connection.sendall(_HEADER.pack(_MAGIC, len(body)) + body)
 
@@ -112,7 +111,6 @@ class Link:
         return body
 
     def check(self, body: bytes) -> dict[str, Any]:
-        """Returns the message in `body` if its proof is valid."""
         proof, text = body[:PROOF_BYTES], body[PROOF_BYTES:]
         if not hmac.compare_digest(proof, self._prove(self._roles[1], text)):
             raise NotOfThisJobError(f"the other side uses a different secret, or none ({TOKEN_VARIABLE})")

@@ -93,7 +93,6 @@ class Variables:
         require(condition, problem, self.hint, **received)
 
     def count(self, name: str, default: int | None = None) -> int:
-        """Reads a non-negative integer."""
         given = self.environ.get(name)
         if given is None and default is not None:
             return default

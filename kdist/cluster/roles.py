@@ -89,7 +89,6 @@ class ServerCluster:
 
     @property
     def name(self) -> str:
-        """The name of this task for messages."""
         return task_name(self.task_type, self.task_id, self.address)
 
     @property

@@ -60,7 +60,6 @@ class TPUSlice:
 
     @property
     def num_workers(self) -> int:
-        """The number of workers in all slices."""
         return len(self.hosts) * self.num_slices
 
     @property

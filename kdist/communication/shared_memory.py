@@ -77,7 +77,6 @@ class SharedMemory:
         self._forms = {worker: collections.deque[Form]() for worker in peers}
 
     def can_sum(self, dtype: npt.DTypeLike) -> bool:
-        """Returns whether `start` can sum arrays of this dtype."""
         return dtype in _DTYPES
 
     def pieces_of(self, array: np.ndarray) -> list[np.ndarray]:
@@ -209,7 +208,6 @@ class SharedMemory:
             )
 
     def close(self) -> None:
-        """Closes the connections."""
         for peer in self._peers.values():
             peer.close()
 

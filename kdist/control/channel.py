@@ -87,7 +87,6 @@ class Channel:
         return self.begin(data)()
 
     def gather_json(self, value: T) -> list[T]:
-        """Gathers a JSON value from each worker."""
         return [json.loads(data) for data in self.gather(json.dumps(value).encode())]
 
     def begin(self, data: bytes, timeout: float | None = None) -> Callable[[], list[bytes]]:
@@ -313,7 +312,6 @@ class Channel:
         self._note(index, Loss(loss_reasons.DIED, loss_reasons.REASONS[loss_reasons.DIED], self._answered))
 
     def note_silence(self, index: int) -> None:
-        """Notes a worker as stopped."""
         self._note(
             index, Loss(loss_reasons.STOPPED, loss_reasons.REASONS[loss_reasons.STOPPED], self._answered)
         )

@@ -42,7 +42,6 @@ Frame = tuple[bytes, int, bytes]
 
 
 def frame(kind: bytes, about: int, data: bytes = b"") -> bytes:
-    """Returns the bytes of a frame."""
     return _HEADER.pack(_MAGIC, kind, about, len(data)) + data
 
 
@@ -158,7 +157,6 @@ class Connection:
             self.socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Closes the connection."""
         self.is_open = False
         self._unsent.clear()
         self.socket.close()
@@ -181,12 +179,7 @@ class Handler(Protocol):
 
 
 class Connections:
-    """The connections of one worker, and the thread that reads from them.
-
-    Args:
-        sockets: The connected sockets by the index of the other worker.
-        handler: The object that receives the frames.
-    """
+    """The connections of one worker, by the index of the other worker, and the thread that reads from them."""
 
     def __init__(self, sockets: Mapping[int, socket.socket], handler: Handler) -> None:
         self.changed = threading.Condition()
@@ -204,19 +197,17 @@ class Connections:
         self._thread = threading.Thread(target=self._run, name="kdist channel", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
         self._thread.start()
 
     def send(self, index: int, kind: bytes, about: int, data: bytes = b"") -> None:
         """Sends a frame to a worker. Does not wait."""
         self._write(index, frame(kind, about, data))
 
-    def broadcast(self, kind: bytes, about: int, data: bytes = b"", besides: int | None = None) -> None:
-        """Sends a frame to all connected workers except one."""
+    def broadcast(self, kind: bytes, about: int, data: bytes = b"") -> None:
+        """Sends a frame to all connected workers."""
         packed = frame(kind, about, data)
         for index in self._all:
-            if index != besides:
-                self._write(index, packed)
+            self._write(index, packed)
 
     def _write(self, index: int, packed: bytes) -> None:
         with self.changed:

@@ -101,7 +101,6 @@ class StallWatch:
         self._said = False
 
     def start(self) -> StallWatch:
-        """Starts the background thread, and returns the watch."""
         threading.Thread(target=self.run, name="kdist stall watch", daemon=True).start()
         return self
 

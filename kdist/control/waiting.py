@@ -12,12 +12,7 @@ _FIRST = 5.0  # seconds until the first log line; the total waiting time doubles
 
 
 class Waiting:
-    """Tracks the missing tasks and logs them at growing intervals.
-
-    Args:
-        names: The names of the tasks in log lines.
-        timeout: The time in seconds after which the job fails if tasks are missing.
-    """
+    """Tracks the missing tasks and logs them at growing intervals. After `timeout` seconds, the job fails."""
 
     def __init__(self, names: Sequence[str], timeout: float) -> None:
         self.missing: frozenset[int] = frozenset()

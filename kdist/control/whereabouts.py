@@ -68,7 +68,6 @@ def describe() -> str:
 
 
 def words(phase: str, epoch: int, step: int) -> str:
-    """Returns a position in words."""
     if not phase:
         return "a place outside of fit"
     if phase == "step":

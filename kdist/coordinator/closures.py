@@ -42,23 +42,19 @@ class Result(RemoteValue):
 
     @property
     def is_done(self) -> bool:
-        """Whether the value or the error is set."""
         return self._done.is_set()
 
     def set(self, value: object, error: BaseException | None = None) -> None:
-        """Sets the value, or the error."""
         self._value, self._error = value, error
         self._done.set()
 
     def fetch(self) -> Any:
-        """Waits for the function, and returns its result as NumPy arrays and Python values."""
         self._done.wait()
         if self._error is not None:
             raise self._error
         return self._value
 
     def get(self) -> Any:
-        """Waits for the function, and returns its result as tensors."""
         import keras
 
         return keras.tree.map_structure(
@@ -213,7 +209,6 @@ class Closures:
             self._raise()
 
     def done(self) -> bool:
-        """Returns whether all closures are done. Raises the error of a failed closure."""
         with self._changed:
             self._raise()
             return self._left() == 0

@@ -9,7 +9,7 @@ import numpy as np
 
 from kdist.backends.coordination import PerWorkerValues, RemoteValue
 from kdist.coordinator.strategy import ParameterServerStrategy
-from kdist.errors import InvalidArgumentError
+from kdist.errors import InvalidArgumentError, check_function
 
 
 class ClusterCoordinator:
@@ -77,12 +77,7 @@ class ClusterCoordinator:
         Raises:
             BaseException: If an earlier function failed; the error of that function.
         """
-        if not callable(fn):
-            raise InvalidArgumentError(
-                "`fn` is not a function.",
-                received={"fn": fn},
-                hint="Pass a function: coordinator.schedule(step, args=(iterator,))",
-            )
+        check_function("fn", fn, "Pass a function: coordinator.schedule(step, args=(iterator,))")
         import keras
 
         def copied(leaf: object) -> object:

@@ -125,7 +125,6 @@ class GroupSteps(StepFunction):
         return shipping.loads(answers[0][1][0], coordination)
 
     def sync(self) -> None:
-        """Makes the workers write their variables to the servers."""
         name, self._name = self._name, ""
         if name:
             self._coordination.group.call("write", {"model": name})
@@ -176,7 +175,6 @@ class GroupTask(SessionTask):
 
     @shipping.answers_errors
     def take_model(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
-        """Receives a model, and reads its new variables from the servers."""
         known = set(self._variables)
         self._models[header["model"]] = shipping.loads(arrays[0], self).model
         self._read([number for number in self._variables if number not in known])
@@ -211,7 +209,6 @@ class GroupTask(SessionTask):
             working.__exit__()
 
     def _read(self, numbers: Sequence[int]) -> None:
-        """Reads the values of variables from the servers."""
         for number in numbers:
             variable = self._variables[number]
             variable.assign(self.served.value(self._homes[id(variable)]))

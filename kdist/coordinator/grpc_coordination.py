@@ -57,7 +57,6 @@ class OwnValues(PerWorkerValues):
         return self._coordination.own_values(functools.partial(iter, self))
 
     def peek(self) -> object:
-        """Returns the first element of one worker's dataset, as NumPy arrays."""
         return self._coordination.schedule(next, (iter(self),), {}).fetch()
 
 
@@ -170,7 +169,6 @@ class GrpcCoordination(Coordination):
         return self.closures.add(fn, args, kwargs, done)
 
     def create_per_worker_dataset(self, dataset_fn: object) -> PerWorkerValues:
-        """Calls the function on each worker, or sends a copy of the dataset to each worker."""
         return self.own_values(functools.partial(_dataset, dataset_fn))
 
     def own_values(self, function: Callable[[], object]) -> OwnValues:
@@ -182,7 +180,6 @@ class GrpcCoordination(Coordination):
             return values
 
     def close(self) -> None:
-        """Stops the threads and closes the connections."""
         self.closures.close()
         for stop in self._watches:
             stop()

@@ -47,7 +47,6 @@ class Optimizers:
         return new, args, state | {NUMBER: number}, *rest
 
     def build(self, number: int, variables: Sequence[keras.Variable]) -> None:
-        """Builds an optimizer, unless it is already built."""
         optimizer = self._by_number[number]
         if not optimizer.built:
             keras_hooks.build_optimizer(optimizer, list(variables))
@@ -75,7 +74,7 @@ class Optimizers:
         }
         with self.strategy.new_variables.left_out():
             pickled = shipping.dumps((_unbuilt(optimizer), constraints), self.strategy)
-        for server in range(len(self.served.servers)):
+        for server, peer in enumerate(self.served.servers):
             header = {
                 "optimizer": number,
                 "trained": [key for v in trained for key in self._keys(v, server)],
@@ -87,7 +86,7 @@ class Optimizers:
                 ],
                 "own": [[v.name, key] for v in optimizer.variables for key in self._keys(v, server)],
             }
-            self.served.call(server, "optimize", header, [pickled])
+            peer.call("optimize", header, [pickled])
         self._registered.add(optimizer)
 
     def _keys(self, variable: keras.Variable, server: int) -> list[str]:
@@ -97,11 +96,7 @@ class Optimizers:
     def _move(self, variable: keras.Variable, placement: Placement, is_everywhere: bool = False) -> None:
         """Moves an optimizer variable to the servers that run its updates."""
         record = keras_hooks.record_of(variable)
-        if (
-            record is not None
-            and record.home.placement == placement
-            and record.home.is_everywhere == is_everywhere
-        ):
+        if record is not None and record.home == Home(record.home.number, placement, is_everywhere):
             return
         home = Home(self.served.new_number(), placement, is_everywhere)
         if record is None:

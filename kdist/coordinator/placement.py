@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import operator
 import sys
 from collections.abc import Callable, Sequence
 
@@ -12,6 +10,7 @@ import numpy as np
 
 from kdist.arrays.memory import aligned_empty
 from kdist.arrays.splitting import even_split
+from kdist.backends.coordination import number_of_parts
 from kdist.errors import InvalidArgumentError
 
 
@@ -40,7 +39,6 @@ class Placement:
 
     @property
     def shard_shapes(self) -> list[tuple[int, ...]]:
-        """The shape of each part."""
         if not self.shape:
             return [()]
         return [(stop - start, *self.shape[1:]) for start, stop in self.spans]
@@ -178,14 +176,4 @@ def _ask(partitioner: Callable[..., Sequence[int]], shape: tuple[int, ...], dtyp
         answer = partitioner(shape=tf.TensorShape(shape), dtype=tf.as_dtype(dtype))
     else:
         answer = partitioner(shape=shape, dtype=dtype)
-    try:
-        partitions = [operator.index(parts) for parts in answer]
-    except TypeError:
-        partitions = []
-    if not partitions or partitions[0] < 1 or math.prod(partitions[1:]) != 1 or min(partitions) < 1:
-        raise InvalidArgumentError(
-            "The partitioner did not return a valid number of parts per axis.",
-            received={"partitioner": partitioner, "shape": shape, "returned": answer},
-            hint="Return one integer per axis: at least 1 for the first axis, and 1 for each other axis.",
-        )
-    return partitions[0]
+    return number_of_parts(answer, shape, partitioner)

@@ -192,7 +192,6 @@ class Peer:
         return PeerLost(f"{self.name} has exited or is unreachable.", hint=self.if_lost())
 
     def close(self) -> None:
-        """Closes the connection."""
         self._channel.close()
 
     def _explained(self, error: Any, method: str) -> KdistError:
@@ -248,11 +247,9 @@ class Service:
         self._server.start()
 
     def stop(self) -> None:
-        """Stops the service, and aborts running calls."""
         self._server.stop(0).wait()
 
     def wait(self) -> None:
-        """Waits until the service has stopped."""
         self._server.wait_for_termination()
 
     def _bind(self, address: str, credentials: Any) -> None:

@@ -78,7 +78,7 @@ class Record:
         answers = []
         for one in found:
             server, key = keys[one.shard]
-            answers.append(self.served.begin(server, "pull_rows", {"keys": [key]}, [one.rows]))
+            answers.append(self.served.servers[server].begin("pull_rows", {"keys": [key]}, [one.rows]))
         parts = [wait()[1][0] for wait in answers]
         return self.home.placement.join_rows(found, parts, parts[0].dtype if parts else keras.config.floatx())
 
@@ -160,10 +160,10 @@ class Served:
         """Drops variables on the servers that no longer exist here, because no function refers to them."""
         gone, self._gone = self._gone, []
         for number in sorted({server for _, server, _ in gone}):
-            self.call(number, "drop", {"keys": [key for _, server, key in gone if server == number]})
+            keys = [key for _, server, key in gone if server == number]
+            self.servers[number].call("drop", {"keys": keys})
 
     def new_number(self) -> int:
-        """Returns a number for a new variable."""
         self._numbers += 1
         return self._numbers
 
@@ -174,7 +174,7 @@ class Served:
         parts = home.placement.cut(value)
         for part, server, key in home.keys_to_write(len(self.servers)):
             spec = {"key": key, "path": variable.path, "trainable": bool(variable.trainable)}
-            self.call(server, "hold", {"parts": [spec]}, [parts[part]])
+            self.servers[server].call("hold", {"parts": [spec]}, [parts[part]])
         with self._lock:
             if self.records.pop(record.home.number, record).home != home:
                 self._gone += record.home.keys_to_write(len(self.servers))
@@ -183,23 +183,10 @@ class Served:
             record.generation = self.generation
             record.pulled, record.mark = value, self.engine.mark(record.held)
 
-    def begin(
-        self, server: int, method: str, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()
-    ) -> Callable[[], Any]:
-        """Starts a call of a server, and returns a function that waits for the answer."""
-        return self.servers[server].begin(method, header, arrays)
-
-    def call(
-        self, server: int, method: str, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()
-    ) -> dict[str, Any]:
-        """Calls a method of a server, and returns the header of the answer."""
-        return self.begin(server, method, header, arrays)()[0]
-
     def value(self, home: Home) -> np.ndarray:
-        """Returns the value at a location on the servers."""
         parts = []
         for server, key in home.keys_to_read():
-            _, found = self.begin(server, "pull", {"keys": [key], "versions": [-1]})()
+            _, found = self.servers[server].call("pull", {"keys": [key], "versions": [-1]})
             parts += found
         return home.placement.join(parts)
 
@@ -217,11 +204,11 @@ class Served:
                     wanted.setdefault(server, []).append((record, part, key))
             answers = []
             for server, parts in wanted.items():
-                header = {
+                request = {
                     "keys": [key for _, _, key in parts],
                     "versions": [r.versions[p] for r, p, _ in parts],
                 }
-                answers.append((parts, self.begin(server, "pull", header)))
+                answers.append((parts, self.servers[server].begin("pull", request)))
             changed: dict[int, Record] = {}
             for parts, wait in answers:
                 header, arrays = wait()
@@ -258,7 +245,7 @@ class Served:
     def assign(self, values: Iterable[tuple[Home, np.ndarray]], share: int = 0, num_shares: int = 1) -> None:
         """Sets values on the servers `share`, `share + num_shares` and so on."""
         calls = [
-            self.begin(server, "assign", {"keys": keys}, arrays)
+            self.servers[server].begin("assign", {"keys": keys}, arrays)
             for server, (keys, arrays) in enumerate(self.by_server(values))
             if keys and server % num_shares == share
         ]

@@ -75,7 +75,6 @@ class Pickler(cloudpickle.Pickler):
         self._reduce = reduce
 
     def reducer_override(self, obj: object) -> object:
-        """Returns the reduced form of an object."""
         if obj is self._strategy:
             return strategy_here, ()
         if isinstance(obj, types.MethodType) and obj.__self__ is self._strategy:

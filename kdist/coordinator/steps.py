@@ -49,7 +49,6 @@ class ScheduledSteps(StepFunction):
         self._logs.update(logs)  # in place: earlier callers get the newest logs after `sync`
 
     def sync(self) -> None:
-        """Waits until all scheduled steps are done."""
         self._coordination.closures.wait()
         self._logs = {}
 
@@ -84,7 +83,6 @@ class TrainStep:
 
     @property
     def model(self) -> keras.Model:
-        """The model."""
         return self._model()
 
     def __call__(self, batches: Sequence[Any]) -> object:
@@ -95,7 +93,6 @@ class TrainStep:
         return logs
 
     def step(self, data: object) -> object:
-        """Runs one training step in the replica."""
         engine = get_backend().coordination_engine
         return self.model.train_step(data) if engine is None else engine().train_step(self.model, data)
 

@@ -50,7 +50,6 @@ class ParameterStore:
         self._lock = threading.Lock()
 
     def hold(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
-        """Adds parts of variables, with their values."""
         with self._lock:
             for one, array in zip(header["parts"], arrays, strict=True):
                 self._clock += 1
@@ -92,7 +91,6 @@ class ParameterStore:
             return {"versions": [part.version for part in parts]}, found
 
     def pull_rows(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
-        """Returns some rows of each part."""
         with self._lock:
             found = [
                 to_host(self._parts[key].variable.value)[rows]

@@ -31,7 +31,6 @@ def required(name: str) -> ModuleType:
 
 
 def grpc() -> ModuleType:
-    """Returns the package `grpc`."""
     return required("grpc")
 
 

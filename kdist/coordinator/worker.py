@@ -135,7 +135,6 @@ class SessionTask(ABC):
         self._variables: dict[int, keras.Variable] = {}
 
     def close(self) -> None:
-        """Closes the connections to the servers."""
         for server in self.servers:
             server.close()
 

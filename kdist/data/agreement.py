@@ -146,7 +146,6 @@ class Steps:
         return step
 
     def close(self) -> None:
-        """Closes this worker's pipeline."""
         on_its_way, self._on_its_way = self._on_its_way, None
         if on_its_way is not None:
             with contextlib.suppress(Exception):

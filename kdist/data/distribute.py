@@ -16,7 +16,7 @@ from kdist.data.input_options import AutoShardPolicy, InputOptions, InputReplica
 from kdist.data.reading import WorkerBatch, read_global, read_per_replica, read_pieces
 from kdist.data.sources import source_of
 from kdist.data.sources.source import Source
-from kdist.errors import InvalidArgumentError
+from kdist.errors import InvalidArgumentError, check_function
 from kdist.values import regroup
 
 if TYPE_CHECKING:
@@ -69,12 +69,8 @@ def distribute_from_function(
             received={"num_workers": runtime.num_workers},
             hint="Use InputReplicationMode.PER_WORKER.",
         )
-    if not callable(dataset_fn):
-        raise InvalidArgumentError(
-            "`dataset_fn` is not a function.",
-            received={"dataset_fn": dataset_fn},
-            hint="For a dataset, call strategy.experimental_distribute_dataset(dataset).",
-        )
+    hint = "For a dataset, call strategy.experimental_distribute_dataset(dataset)."
+    check_function("dataset_fn", dataset_fn, hint)
     pipelines = runtime.num_replicas if per_replica else runtime.num_workers
     mine = range(runtime.num_replicas) if per_replica else [runtime.worker_index]
 

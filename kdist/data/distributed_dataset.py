@@ -185,7 +185,6 @@ _iterators: weakref.WeakValueDictionary[int, DistributedIterator] = weakref.Weak
 
 
 def numbered(number: int) -> DistributedIterator:
-    """Returns the iterator with this number."""
     return _iterators[number]
 
 

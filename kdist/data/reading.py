@@ -44,7 +44,6 @@ class WorkerBatch:
 
     @functools.cached_property
     def kind_digest(self) -> int:
-        """A checksum of `kind`."""
         return zlib.crc32(repr(self.kind()).encode())
 
     def kind(self) -> list[str]:

@@ -28,7 +28,6 @@ _EXAMPLES = """examples:
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds both commands to the command line."""
     doctor = commands.add_parser(
         "doctor",
         help="check all workers for problems that would stop or slow a job, and suggest fixes",

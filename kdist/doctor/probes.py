@@ -162,7 +162,6 @@ def rows() -> tuple[Any, Any, Any]:
 
 
 def train_it(make_strategy: Callable[[], Any] | None) -> Training:
-    """Trains the model under a strategy, or without one."""
     return train(make_model, rows, make_strategy, 1, 0, {"batch_size": _ROWS})
 
 

@@ -49,7 +49,6 @@ class Report:
 
     @property
     def failed(self) -> list[Line]:
-        """The lines with the status "FAIL"."""
         return [line for line in self.lines if line.status == FAIL]
 
     @property
@@ -68,7 +67,6 @@ class Report:
         return "\n".join([f"kdist doctor: {self.title}", *(line.text() for line in self.lines)])
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the report as JSON values."""
         return {"ok": not self.failed, **dataclasses.asdict(self)}
 
     @classmethod

@@ -126,7 +126,6 @@ def first_of_py_dataset(iterator: EpochIterator, draws_order: bool) -> tuple[obj
 
 
 def release(iterator: EpochIterator) -> None:
-    """Releases the iterators and the queue of an `epoch_iterator`."""
     iterator.prepare = iterator._current_iterator = iterator._epoch_iterator = None
     vars(iterator.data_adapter).pop("on_epoch_end", None)
     queue = _endless_queue(iterator)

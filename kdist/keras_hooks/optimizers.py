@@ -63,7 +63,6 @@ def owner_in_creation() -> keras.Variable | None:
 
 
 def decays(optimizer: keras.Optimizer, variable: keras.Variable) -> bool:
-    """Returns whether an optimizer applies weight decay to a variable."""
     return bool(optimizer._use_weight_decay(variable))
 
 

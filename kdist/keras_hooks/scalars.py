@@ -104,5 +104,4 @@ class OwnLoss:
         return of_all_rows(replica, value) if replica is not None and any(_sums.get(self, ())) else value
 
     def call(self, *args: object) -> Tensor:
-        """Returns the unscaled loss."""
         return self.loss(*args)

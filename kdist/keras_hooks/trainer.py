@@ -134,7 +134,6 @@ def initial_epoch(model: keras.Model) -> int | None:
 
 
 def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
-    """Sets the value that `initial_epoch` returns."""
     model._initial_epoch = epoch
 
 
@@ -152,7 +151,6 @@ def python_logs(
 
 
 def should_validate(model: keras.Model, epoch: int, freq: int | Sequence[int]) -> bool:
-    """Returns whether `fit` validates after an epoch."""
     return bool(model._should_eval(epoch, freq))
 
 

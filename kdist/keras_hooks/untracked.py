@@ -35,11 +35,9 @@ class Boundaries:
         self._layer = layer
 
     def get_state(self) -> object:
-        """Returns the boundaries, or `None` before `adapt`."""
         return self._layer.bin_boundaries
 
     def set_state(self, state: object) -> None:
-        """Replaces the boundaries."""
         self._layer.bin_boundaries = state
 
 

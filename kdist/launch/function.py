@@ -7,7 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from kdist.cluster import environment, logs
-from kdist.errors import InvalidArgumentError, LaunchError, WorkerTimeoutError, check_positive, check_whole
+from kdist.errors import (
+    InvalidArgumentError,
+    LaunchError,
+    WorkerTimeoutError,
+    check_function,
+    check_positive,
+    check_whole,
+)
 from kdist.launch import local_workers, ray_workers, report, shipping
 from kdist.launch.options import is_variable
 from kdist.launch.shipping import Call, Ended, Ending
@@ -80,12 +87,7 @@ def launch(
     ```
     """
     logs.set_up()
-    if not callable(fn):
-        raise InvalidArgumentError(
-            "`fn` is not a function.",
-            received={"fn": fn},
-            hint="Pass a function: kdist.launch(train, num_workers=2)",
-        )
+    check_function("fn", fn, "Pass a function: kdist.launch(train, num_workers=2)")
     if timeout is not None:
         check_positive("timeout", timeout, "Pass a number of seconds, or None for no limit.")
     if on not in _PLACES:

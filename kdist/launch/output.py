@@ -159,7 +159,6 @@ class LineStream:
             self._text, self._shown = b"", 0
 
     def waits(self) -> bool:
-        """Returns whether a partial line is waiting to be shown."""
         return bool(self._text) and self._shown < len(self._text) and not self._redraw
 
     def tick(self) -> None:
@@ -226,6 +225,5 @@ class Tail:
         self._rest = self._rest[-_LONGEST:]
 
     def lines(self) -> list[str]:
-        """Returns the lines as strings."""
         kept = [*self._lines, self._rest] if self._rest else [*self._lines]
         return [line.decode("utf-8", "replace").rstrip().rpartition("\r")[2] for line in kept]

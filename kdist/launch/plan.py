@@ -85,12 +85,10 @@ class WorkerPlan:
 
     @property
     def name(self) -> str:
-        """The name of the task in messages."""
         return task_name(self.role, self.index)
 
     @property
     def full_name(self) -> str:
-        """The name of the task with its address."""
         return task_name(self.role, self.index, self.address or None)
 
 

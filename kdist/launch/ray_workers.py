@@ -77,7 +77,6 @@ def _connected(ray: Any) -> Iterator[None]:
 
 
 def _needs(ray: Any, resources: Mapping[str, float] | None) -> dict[str, float]:
-    """Returns the resources of each worker."""
     if resources is None:
         return {"CPU": 1.0, "GPU": 1.0} if ray.cluster_resources().get("GPU") else {"CPU": 1.0}
     needs = {name: amount for name, amount in resources.items() if amount}
@@ -227,7 +226,6 @@ class _Job:
         self._failed: _Worker | None = None
 
     def run(self) -> Ending:
-        """Runs the job to its end."""
         while self._asked and time.monotonic() < self._give_up_at:
             patience = min(0.25, max(0.0, self._judge_at - time.monotonic()))
             ready, _ = self.ray.wait(list(self._asked), timeout=patience)

@@ -37,9 +37,7 @@ def first_failure(
 ) -> tuple[WorkerProcess, int]:
     """Returns the worker that failed first, and the number of workers that were killed, stopped or hung.
 
-    Args:
-        failures: The workers that have failed.
-        workers: All workers. A live worker can be stopped by a signal.
+    Not only failed workers count, because a signal can stop a live worker.
     """
     own_fault = [worker for worker in failures if -(worker.exit_code or 0) in _OWN_FAULT]
     frozen = [worker for worker in workers if worker.frozen or (worker.alive and is_stopped(worker.pid))]
@@ -134,13 +132,7 @@ def _of_user(lines: list[str]) -> list[str]:
 def failure_block(
     failed: WorkerProcess, workers: Sequence[WorkerProcess], lost_server: WorkerProcess | None = None
 ) -> str:
-    """Returns the block of at most 20 lines at the end of a failed job's output.
-
-    Args:
-        failed: The worker that failed first.
-        workers: All workers of this machine.
-        lost_server: The server that was lost before.
-    """
+    """Returns the last lines of a failed job's output, at most 20, about the worker that failed first."""
     code = 1 if failed.exit_code is None else failed.exit_code
     name = failed.plan.full_name if len(workers) > 1 else failed.name
     others = [worker for worker in workers if worker not in (failed, lost_server)]

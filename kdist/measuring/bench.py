@@ -47,7 +47,6 @@ class Measured:
 
     @property
     def num_workers(self) -> int:
-        """The number of workers."""
         return int(self.about["num_workers"])
 
     @property

@@ -85,7 +85,6 @@ class Rounds(keras.callbacks.Callback):
         self.meter.take()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Stores the totals of the epoch."""
         totals = self.meter.take()
         if epoch > 0:
             self.totals.append(totals.as_json())

@@ -30,7 +30,6 @@ _PLOT_EXAMPLES = """examples:
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the commands to the command line of kdist."""
     bench = commands.add_parser(
         "bench", help="measure training speed for several numbers of workers", epilog=_BENCH_EXAMPLES
     )
@@ -74,7 +73,6 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs one of the commands."""
     return _bench(options) if options.command == "bench" else _plot(options)
 
 

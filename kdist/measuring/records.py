@@ -78,7 +78,6 @@ class Run:
         return self.exchanges_in_programs and self.about["num_workers"] * len(self.about["devices"]) > 1
 
     def positions(self) -> dict[int, int]:
-        """Returns the number of steps before each epoch."""
         lengths: dict[int, int] = {}
         for record in (record for log in self.workers for record in log.records):
             lengths[record.epoch] = max(lengths.get(record.epoch, 0), record.step)
@@ -90,7 +89,6 @@ class Run:
 
 
 def has_records(folder: str) -> bool:
-    """Returns whether a directory has records."""
     return os.path.isdir(folder) and any(map(_FILE.fullmatch, os.listdir(folder)))
 
 

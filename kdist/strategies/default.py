@@ -100,7 +100,6 @@ class DefaultStrategy(Strategy):
 
     @property
     def extended(self) -> StrategyExtended:
-        """Methods for libraries and advanced users; see `StrategyExtended`."""
         return _DefaultExtended(self)
 
     @property

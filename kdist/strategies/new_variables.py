@@ -40,7 +40,6 @@ class NewVariables:
         self._found: list[keras.Variable] = []
 
     def add(self, variable: keras.Variable) -> None:
-        """Records a new variable."""
         _creators[variable] = weakref.ref(self)
         if self._runtime.takes_variables:
             self._found.append(variable)

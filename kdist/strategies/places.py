@@ -41,7 +41,6 @@ def check_device_names(devices: Sequence[str], argument: str = "devices") -> tup
 
 
 def check_options(options: CommunicationOptions | None) -> CommunicationOptions:
-    """Returns the options, or the default options for `None`."""
     if isinstance(options, CommunicationOptions | None):
         return options or CommunicationOptions()
     raise InvalidArgumentError(

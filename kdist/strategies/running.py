@@ -8,7 +8,7 @@ from typing import Any
 
 from kdist.communication.options import hint_ignored
 from kdist.context import StrategyLike
-from kdist.errors import InvalidArgumentError
+from kdist.errors import InvalidArgumentError, check_function
 from kdist.values import regroup
 
 
@@ -52,12 +52,7 @@ def run(
     from kdist.strategies.reductions import check_components, require_cross_replica
 
     require_cross_replica("run")
-    if not callable(fn):
-        raise InvalidArgumentError(
-            "`Strategy.run` received an object that is not callable.",
-            received={"fn": fn},
-            hint="Pass a function: strategy.run(step, args=(batch,))",
-        )
+    check_function("fn", fn, "Pass a function: strategy.run(step, args=(batch,))")
     if not isinstance(args, (tuple, list)):
         raise InvalidArgumentError(
             "`args` is not a tuple of arguments.",

@@ -34,7 +34,6 @@ class Totals:
     compiles: bool = False
 
     def of(self, *categories: str) -> float:
-        """Returns the total seconds of some categories."""
         return sum(self.seconds.get(category, 0.0) for category in categories)
 
     @property
@@ -43,7 +42,6 @@ class Totals:
         return max(self.elapsed - self.of(spans.VALIDATION, spans.PREDICTION), 0.0)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the totals as JSON."""
         return asdict(self)
 
 

@@ -21,7 +21,7 @@ from kdist.checkpoint.checkpoint import Checkpoint
 from kdist.checkpoint.folders import gather_from
 from kdist.checkpoint.manager import CheckpointManager
 from kdist.cluster import logs
-from kdist.errors import InvalidArgumentError, check_positive
+from kdist.errors import InvalidArgumentError, check_function, check_positive
 from kdist.training.voting import RegularExchange
 
 EXIT_CODE = 75
@@ -62,11 +62,9 @@ class TerminationConfig:
         # An error at the end would lose the work since the last backup.
         for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
             function = getattr(self, name)
-            if function is not None and not callable(function):
+            if function is not None:
                 hint = f"Pass the function, not its result: TerminationConfig({name}=function)"
-                raise InvalidArgumentError(
-                    f"`{name}` is not a function.", received={name: function}, hint=hint
-                )
+                check_function(name, function, hint)
         if self.grace_period not in (None, 0):
             check_positive("grace_period", self.grace_period, "Pass a number of seconds: grace_period=60")
 

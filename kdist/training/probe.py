@@ -78,11 +78,9 @@ class _Probing(StepFunction):
         return self._function(batches)
 
     def sync(self) -> None:
-        """Synchronizes the state of the model."""
         self._function.sync()
 
     def keep_gradients(self, keeps: bool) -> None:
-        """Passes the call to the steps."""
         self._function.keep_gradients(keeps)
 
 

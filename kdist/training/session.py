@@ -51,7 +51,6 @@ class Session:
 
     @property
     def model(self) -> keras.Model:
-        """The model."""
         return self._model()
 
     def callback_list(

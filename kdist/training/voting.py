@@ -118,7 +118,6 @@ def _acts_on(callback: keras.callbacks.Callback, names: Sequence[str]) -> bool:
 
 
 def any_worker(runtime: Runtime, says: bool) -> bool:
-    """Returns whether any worker passes a true value."""
     return any(gather(runtime, bool(says)))
 
 

@@ -263,11 +263,11 @@ if not is_native:
         gone = keras.Variable(np.ones(3, "float32"))
     (place, key), *_ = keras_hooks.record_of(gone).home.keys_to_read()
     held = {"keys": [key], "versions": [-1]}
-    found["held"] = len(strategy.coordination.served.call(place, "pull", held)["versions"])
+    found["held"] = len(strategy.coordination.served.servers[place].call("pull", held)[0]["versions"])
     del gone
     gc.collect()
     alive("what is gone")
-    error("what is gone", strategy.coordination.served.call, place, "pull", held)
+    error("what is gone", strategy.coordination.served.servers[place].call, "pull", held)
 
 
 def with_partitioner(answer):

@@ -155,7 +155,7 @@ def read_while_a_closure_ends() -> Any:
     store = new_store({"1.0": np.zeros(2, "float32")})
 
     class Server:
-        def begin(self, method: str, header: Any, arrays: Any) -> Any:
+        def begin(self, method: str, header: Any, arrays: Any = ()) -> Any:
             answer = getattr(store, method)(header, arrays)
 
             def wait() -> Any:

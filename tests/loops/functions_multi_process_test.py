@@ -212,7 +212,7 @@ def in_worker_function(options):
     v.assign(0.0)
     fourth = numpy_of(compiled(x, 2, more={"a": np.int32(6)}))
     assert kdist.function(fn).__name__ == "fn" or keras.backend.backend() == "tensorflow"
-    with pytest.raises(kdist.errors.InvalidArgumentError, match="not callable"):
+    with pytest.raises(kdist.errors.InvalidArgumentError, match="`fn` is not a function"):
         kdist.function(3)
     scaled = [numpy_of(Scaler(factor).scale(x)) for factor in (2.0, 5.0)]
     return [first, second, again, third, fourth], float(v.value), traced, numpy_of(decorated(x)), scaled

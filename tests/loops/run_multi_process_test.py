@@ -276,7 +276,7 @@ def in_worker_wrong_arguments(num_replicas):
         s.run(lambda x: x, args=x)
     with pytest.raises(wrong, match="tuple"):
         s.run(lambda x: x, args=np.ones(2))
-    with pytest.raises(wrong, match="not callable"):
+    with pytest.raises(wrong, match="`fn` is not a function"):
         s.run("fn")
     with pytest.raises(wrong, match="kwargs"):
         s.run(lambda x: x, kwargs=[1])

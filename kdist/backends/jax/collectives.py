@@ -58,7 +58,6 @@ class MeshCollectives:
         self.local_index: int | jax.Array = 0 if self._num_local == 1 else self.replica_id % self._num_local
 
     def sum(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
-        """Sums each tensor over all devices."""
         if self._num_replicas == 1:
             return list(tensors)
         totals = self._sum(tensors)

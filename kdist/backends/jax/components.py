@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def has_components(runtime: JaxCore, variable: keras.Variable) -> bool:
-    """Returns whether the replicas have components of a variable."""
     return runtime.num_replicas > 1 and is_on_read(variable)
 
 

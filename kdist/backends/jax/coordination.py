@@ -32,18 +32,15 @@ class JaxEngine(Engine):
             return keras.ops.convert_to_tensor(array, dtype=variable.dtype)
 
     def mark(self, held: jax.Array) -> jax.Array:
-        """Returns the array itself."""
         return held
 
     def is_changed(self, held: jax.Array, mark: object) -> bool:
-        """Returns whether the value is another array."""
         return held is not mark
 
     def table(self, record: Record) -> None:
         """Does nothing, because programs look up rows before they run."""
 
     def by_rows(self, variable: keras.Variable, gradient: jax.Array) -> tuple[jax.Array, jax.Array] | None:
-        """Returns the indices and values of the rows of a gradient, if the program has the table."""
         return tables.by_rows(variable, gradient)
 
     def train_step(self, model: keras.Model, data: Structure) -> Structure:
@@ -66,7 +63,6 @@ class JaxEngine(Engine):
     def apply(
         self, optimizer: keras.Optimizer, gradients: Sequence[np.ndarray], variables: Sequence[keras.Variable]
     ) -> None:
-        """Runs the optimizer's step, which is compiled once per set of variables."""
         programs = self._programs.setdefault(optimizer, {})
         key = tuple(map(id, variables))
         if key not in programs:

@@ -113,7 +113,6 @@ class JaxCore(Runtime):
 
     @property
     def communication(self) -> str:
-        """The communication library, which JAX selects by the kind of device."""
         by_kind = {"cpu": "gloo", "gpu": "nccl"}
         return by_kind.get(self.devices[0].partition(":")[0], "xla") if self.num_workers > 1 else ""
 
@@ -132,7 +131,6 @@ class JaxCore(Runtime):
 
     @property
     def can_exchange(self) -> bool:
-        """Whether workers can communicate now. This is impossible while a program is traced."""
         return not isinstance(jax.numpy.zeros(()), jax.core.Tracer)
 
     def to_holder(self, parts: Sequence[jax.Array]) -> list[jax.Array]:
@@ -141,7 +139,6 @@ class JaxCore(Runtime):
         ]
 
     def broadcast_variables(self, variables: Sequence[keras.Variable]) -> None:
-        """Copies the chief's values to all workers, and shards new variables."""
         if self.num_workers > 1:
             # Sharded variables have had the chief's values since they were sharded.
             whole_ones = [v for v in variables if not is_divided(v)]
@@ -181,7 +178,6 @@ class JaxCore(Runtime):
         return placed
 
     def put(self, arrays: list[jax.Array | np.ndarray], device: jax.Device) -> list[jax.Array]:
-        """Copies arrays to a device."""
         is_small = sum(array.nbytes for array in arrays) <= _SMALL_BYTES
         if device.platform != "cpu" or not is_small or any(isinstance(array, jax.Array) for array in arrays):
             return jax.device_put(arrays, device, may_alias=False)
@@ -313,7 +309,6 @@ class JaxCore(Runtime):
     local_parts = staticmethod(storage.local_parts)
 
     def local_values(self, variable: keras.Variable) -> Sequence[jax.Array | np.ndarray]:
-        """Returns a list that contains the whole value of a variable."""
         return [np.asarray(variable)] if is_divided(variable) else [variable.value]
 
     def show(self, values: T) -> T:

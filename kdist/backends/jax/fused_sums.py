@@ -385,7 +385,6 @@ class _Program:
         raise NoRule("a loop")
 
     def _divide(self, value: Value, division: Any) -> jax.Array:
-        """Returns the array of a value, divided over the devices."""
         if value.division == division:
             return value.array
         if value.division is not WHOLE:

@@ -94,7 +94,6 @@ class Placed:
         return found
 
     def write(self, variables: Sequence[keras.Variable], values: Sequence[Held]) -> None:
-        """Sets the variables to new values."""
         for pair in self._set(variables, values)[:1]:
             self._holders = sys.getrefcount(pair[0])
 
@@ -124,7 +123,6 @@ class Placed:
         self._known.pop(variable)
 
     def component(self, variable: keras.Variable, index: int) -> jax.Array:
-        """Returns a local replica's component of an on-read variable."""
         ((parts, _),) = self.read([variable])
         return parts.addressable_shards[index].data
 
@@ -207,7 +205,6 @@ class Template:
         self._structure = keras.tree.map_structure(lambda leaf: None if leaf is None else 0, structure)
 
     def fill(self, data: Sequence[object]) -> Any:
-        """Returns the structure with other data."""
         left = iter(data)
         pairs = zip(self._is_data, self.constants, strict=True)
         return keras.tree.pack_sequence_as(self._structure, [next(left) if d else c for d, c in pairs])

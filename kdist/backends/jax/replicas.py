@@ -88,7 +88,6 @@ class JaxReplica(Replica):
         ]
 
     def own_slots(self, slots: Sequence[keras.Variable]) -> Sequence[keras.Variable]:
-        """Returns all variables."""
         return slots
 
     def merge_call(

@@ -323,12 +323,6 @@ def can_draw_rows(equation: JaxprEqn) -> bool:
 def draw_rows(equation: JaxprEqn, key: jax.Array, start: jax.Array, number: int) -> jax.Array:
     """Returns some rows of an operation's random bits. The bits of an element depend only on its index.
 
-    Args:
-        equation: An equation that draws random bits.
-        key: Its key.
-        start: The index of the first row.
-        number: The number of rows.
-
     Source: `jax_threefry_partitionable`, https://docs.jax.dev/en/latest/jep/9263-typed-keys.html
     """
     shape = equation.params["shape"]

@@ -39,14 +39,12 @@ class Values:
         self.written: dict[int, keras.Variable] = {}
 
     def get(self, variable: keras.Variable) -> Held:
-        """Returns the current value of a variable."""
         if id(variable) not in self._values:
             self._values[id(variable)] = self._unknown(variable)
             self.variables.append(variable)
         return self._values[id(variable)]
 
     def set(self, variable: keras.Variable, value: Held) -> None:
-        """Sets the value of a variable."""
         self.get(variable)
         self._values[id(variable)] = value
         self.written[id(variable)] = variable
@@ -122,11 +120,9 @@ class PlainScope(NotesAdditions, keras.StatelessScope):
         self._values = values
 
     def get_current_value(self, variable: keras.Variable) -> Held:
-        """Overrides the lookup of `keras.StatelessScope`."""
         return self._values.get(variable)
 
     def add_update(self, update: tuple[keras.Variable, jax.Array]) -> None:
-        """Overrides the recording of `keras.StatelessScope`."""
         self._values.set(*update)
 
 
@@ -145,7 +141,6 @@ class GradientScope(NotesAdditions, keras.StatelessScope):
         self.set_anew: set[int] = set()
 
     def get_current_value(self, variable: keras.Variable) -> jax.Array | None:
-        """Overrides the lookup of `keras.StatelessScope`."""
         if id(variable) in self._values:
             return self._values[id(variable)]
         if self._outer is None:
@@ -153,7 +148,6 @@ class GradientScope(NotesAdditions, keras.StatelessScope):
         return self._outer.get_current_value(variable)
 
     def add_update(self, update: tuple[keras.Variable, jax.Array]) -> None:
-        """Overrides the recording of `keras.StatelessScope`."""
         variable, value = update
         if id(variable) in self.written and self.is_untracked != (id(variable) in self._quiet):
             self._refuse_both(variable)

@@ -141,7 +141,6 @@ class JaxSteps(KeepingSteps[KeptOnDevices]):
         super().keep_gradients(keeps)
 
     def new_kept(self) -> KeptOnDevices:
-        """Returns an object in which the devices keep gradients."""
         return KeptOnDevices(self.runtime, self.model)
 
     def _run(self, *batches: ReplicaBatches) -> Structure:

@@ -64,7 +64,6 @@ class Storage:
             keras_hooks.set_native_value(variable, value)
 
     def sharding(self, variable: keras.Variable) -> NamedSharding:
-        """Returns the sharding of a variable in a program."""
         place = _places.get(variable)
         return self._runtime.replicated if place is None else place.sharding
 
@@ -147,7 +146,6 @@ def _place(variable: keras.Variable) -> Place:
 
 
 def is_padded(variable: keras.Variable) -> bool:
-    """Returns whether a variable's native value is padded."""
     place = _places.get(variable)
     return place is not None and place.shape != tuple(variable.shape)
 

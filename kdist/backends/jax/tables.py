@@ -111,7 +111,6 @@ class Looking(_Trace):
         return jnp.take(self._rows[id(variable)], next(self._positions), axis=0)
 
     def given(self, variable: keras.Variable) -> jax.Array:
-        """Returns the requested rows."""
         return self._rows[id(variable)]
 
     def shown(self, variable: keras.Variable, value: jax.Array) -> jax.Array:
@@ -120,7 +119,6 @@ class Looking(_Trace):
         return _nothing(variable)
 
     def by_rows(self, variable: keras.Variable, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the row indices and their gradients."""
         assert self.is_noted(variable, gradient)
         return self._ids[id(variable)], gradient
 

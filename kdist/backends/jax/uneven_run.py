@@ -132,7 +132,6 @@ class HostCollectives:
         self.replica_id: int = runtime.replica_ids[local_index]
 
     def sum(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
-        """Sums each tensor over all replicas."""
         mine = [_on_host(tensor) for tensor in tensors]
 
         def combine(values: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
@@ -146,7 +145,6 @@ class HostCollectives:
         ]
 
     def gather(self, rows: jax.Array) -> tuple[jax.Array, int | jax.Array]:
-        """Returns the rows of all replicas, and the index of this replica's first row."""
         mine = _on_host(rows)
 
         def combine(values: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:

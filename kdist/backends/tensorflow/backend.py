@@ -67,7 +67,6 @@ class TensorFlowBackend(Backend):
         options: CommunicationOptions | None = None,
         ops: CrossDeviceOps | None = None,
     ) -> TensorFlowRuntime:
-        """Creates a native `MirroredStrategy`, or joins the workers with `MultiWorkerMirroredStrategy`."""
         options, cluster = options or CommunicationOptions(), topology.cluster
         names = tuple(map(device_names.short_name, topology.devices))
         if cluster is None:

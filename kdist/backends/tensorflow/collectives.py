@@ -17,10 +17,6 @@ class SumsOfGraphs:
     All workers must sum in the same order. TensorFlow does not order branches, loops and functions unless they write
     to one variable. The native collectives use the variable `_ordering_token` for this, and so do these sums.
 
-    Args:
-        memory: The shared memory of the workers.
-        native: The native strategy.
-
     Source: https://www.tensorflow.org/api_docs/python/tf/numpy_function
 
     Raises:

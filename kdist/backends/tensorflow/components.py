@@ -62,7 +62,6 @@ def native_of(variable: keras.Variable, index: int, num_local: int) -> tf.Variab
 
 
 def is_shared(variable: keras.Variable, num_local: int) -> bool:
-    """Returns whether the local replicas share one `tf.Variable`."""
     return num_local > 1 and not isinstance(
         keras_hooks.native_value(variable), tf.distribute.DistributedValues
     )

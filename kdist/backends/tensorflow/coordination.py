@@ -80,11 +80,9 @@ class NativeCoordination(Coordination):
         return self.placement.scope()
 
     def in_closure(self) -> bool:
-        """Returns whether a scheduled function is being traced in this thread."""
         return isinstance(keras_hooks.stateless_scope(), ClosureScope)
 
     def run(self, strategy: StrategyLike, fn: Function, args: Args, kwargs: Kwargs) -> object:
-        """Calls the function in the only replica of a scheduled function."""
         if hasattr(fn, "python_function"):
             fn = fn.python_function
         with ReplicaContext(strategy, 0):
@@ -97,7 +95,6 @@ class NativeCoordination(Coordination):
         kwargs: Mapping[str, object],
         done: Callable[[Any], None] | None = None,
     ) -> RemoteValue:
-        """Traces the function if necessary, and adds the call to the queue."""
         call = scheduled.Call(fn, tuple(args), dict(kwargs))
         program: scheduled.Compiled | Exception
         try:
@@ -140,7 +137,6 @@ class NativeCoordination(Coordination):
             yield
 
     def create_per_worker_dataset(self, dataset_fn: object) -> PerWorkerValues:
-        """Creates the dataset in this process, and copies it to the workers."""
         return per_worker(dataset_fn, self.num_workers)
 
     def close(self) -> None:

@@ -104,11 +104,9 @@ class TensorFlowCore(Runtime):
 
     @property
     def can_exchange(self) -> bool:
-        """Whether workers can exchange messages now. `False` in a graph, because it runs later."""
         return bool(tf.executing_eagerly())
 
     def broadcast_variables(self, variables: Sequence[keras.Variable]) -> None:
-        """Sends the chief's values to all workers, with one collective per dtype."""
         self.group.broadcast(variables)
 
     def to_holder(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -133,6 +131,5 @@ class TensorFlowCore(Runtime):
         return self.group.all_gather_rows(tensor, self.group.sum(mine))
 
     def local_values(self, variable: keras.Variable) -> Sequence[tf.Tensor]:
-        """Returns the components of a mirrored variable."""
         value = variable.value
         return value.values if isinstance(value, tf.distribute.DistributedValues) else [value]

@@ -7,6 +7,7 @@ nothing was applied and the function runs again, or everything was applied.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -58,7 +59,6 @@ class ClosureScope(NotesAdditions, keras.StatelessScope):
         self._updates: list[tuple[Update, list[tf.Tensor | tf.IndexedSlices | None]]] = []
 
     def get_current_value(self, variable: keras.Variable) -> tf.Variable | tf.Tensor:
-        """Overrides the lookup of `keras.StatelessScope`."""
         if id(variable) in self._written:
             return self._written[id(variable)][1]
         if keras_hooks.native_value(variable) is None:
@@ -88,7 +88,6 @@ class ClosureScope(NotesAdditions, keras.StatelessScope):
         return self._read[id(variable)]
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
-        """Overrides the recording of `keras.StatelessScope`."""
         variable, value = update
         is_number = not variable.trainable and keras.backend.standardize_dtype(variable.dtype) != "bool"
         known = self._written.get(id(variable))
@@ -167,10 +166,7 @@ class _Slot:
         message = messages[self.message]
         if self.shape is None:
             return message
-        size = 1
-        for length in self.shape:
-            size *= length
-        return tf.reshape(message[self.start : self.start + size], self.shape)
+        return tf.reshape(message[self.start : self.start + math.prod(self.shape)], self.shape)
 
 
 class Plan:
@@ -234,7 +230,6 @@ class Plan:
         return _Slot(len(self._tensors) - 1)
 
     def pack(self) -> list[tf.Tensor]:
-        """Returns the tensors to send."""
         for (device, _), members in self._flat.items():
             message = self._message(
                 device, tf.concat([tf.reshape(part, [-1]) for _, part in members], axis=0)
@@ -309,14 +304,12 @@ class CommitScope(keras.StatelessScope):
         return whole
 
     def get_current_value(self, variable: keras.Variable) -> tf.Variable:
-        """Overrides the lookup of `keras.StatelessScope`."""
         native = keras_hooks.native_value(variable)
         if self._shard is not None and isinstance(native, ShardedVariable):
             return native.variables[self._shard]
         return native
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
-        """Overrides the recording of `keras.StatelessScope`."""
         variable, value = update
         native = self.get_current_value(variable)
         with tf.device(shards_of(native)[0].device):

@@ -238,7 +238,6 @@ _elements: weakref.WeakKeyDictionary[DistributedDataset, Element] = weakref.Weak
 
 
 def _marks(part: object) -> object:
-    """Returns only the structure of a batch."""
     return keras.tree.map_structure(lambda leaf: None if leaf is None else True, part)
 
 
@@ -337,7 +336,6 @@ class GraphOptional(Optional):
         self._is_there = is_there
 
     def has_value(self) -> tf.Tensor:
-        """Returns a Boolean tensor: whether there is an element."""
         return self._is_there
 
     def get_value(self) -> Any:

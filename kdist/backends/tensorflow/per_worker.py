@@ -27,7 +27,6 @@ class Values(PerWorkerValues):
         return Values(self._graph, self._element_spec, iterates=True)
 
     def peek(self) -> object:
-        """Reads the first element of worker 0's dataset in this process."""
         variant = tf.raw_ops.DatasetFromGraph(graph_def=tf.constant(self._graph(0)))
         dataset: tf.data.Dataset = tf.data.experimental.from_variant(variant, self._element_spec)
         return next(dataset.as_numpy_iterator())

@@ -40,7 +40,6 @@ class TensorFlowReplica(Replica):
                 debugging.check(runtime, collective, debugging.signature(tensors))
 
     def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Sums with the all-reduce of `tf.distribute`."""
         if self.num_replicas_in_sync == 1:
             return list(tensors)
         self._require_no_xla()
@@ -150,7 +149,6 @@ class TensorFlowReplica(Replica):
         return tf.IndexedSlices(values, indices, mine.dense_shape)
 
     def gather_tensor(self, tensor: tf.Tensor, axis: int) -> tf.Tensor:
-        """Gathers with `tf.distribute`, which supports gradients."""
         self._require_no_xla()
         self.note(f"all_gather(axis={axis})", [])
         if tensor.dtype == tf.bfloat16:  # TensorFlow cannot gather it between workers
@@ -171,7 +169,6 @@ class TensorFlowReplica(Replica):
         return self.call_once("apply_gradients", None, apply_once)
 
     def call_once(self, what: str, value: T, merge: Callable[[Sequence[T]], R]) -> R:
-        """Calls the function with the `merge_call` of `tf.distribute`."""
         self._require_no_xla()
 
         # Boxes hide the structure and its tensors from TensorFlow, which would flatten it.
@@ -270,7 +267,6 @@ class TensorFlowScope(ReplicaScope):
         component.assign(tf.cast(value, component.dtype))
 
     def show(self, variable: keras.Variable, total: tf.Tensor) -> None:
-        """Stores the aggregated value in the mirrored variable."""
         self.local(variable)
         self._components.show(variable, self._index, total)
 
@@ -327,13 +323,11 @@ class HolderScope(keras.StatelessScope):
         self._strategy = replica.strategy
 
     def get_current_value(self, variable: keras.Variable) -> tf.Variable:
-        """Overrides the lookup of `keras.StatelessScope`."""
         if keras_hooks.native_value(variable) is None:
             initialize(variable, self._strategy)
         return keras_hooks.native_value(variable)
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
-        """Overrides the recording of `keras.StatelessScope`."""
         variable, value = update
         self.get_current_value(variable).assign(tf.cast(value, variable.dtype))
 

@@ -63,7 +63,6 @@ class Signature:
         return repr(self.structure), leaves, repr(self.specs)
 
     def arguments(self, tensors: Sequence[tf.Tensor]) -> tuple[tuple[object, ...], dict[str, object]]:
-        """Returns the arguments of a call."""
         present = iter(tensors)
         leaves = [next(present) if leaf is _TENSOR else leaf for leaf in self.leaves]
         return keras.tree.pack_sequence_as(self.structure, leaves)

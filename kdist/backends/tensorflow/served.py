@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -14,7 +13,7 @@ from tensorflow.python.distribute.sharded_variable import ShardedVariable
 
 from kdist import keras_hooks
 from kdist.arrays.splitting import even_split
-from kdist.errors import InvalidArgumentError
+from kdist.backends.coordination import number_of_parts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -96,14 +95,4 @@ class Placement:
         if self._partitioner is None or not value.shape.rank or not value.shape[0]:
             return 1
         answer = self._partitioner(shape=value.shape, dtype=value.dtype)
-        try:
-            numbers = [operator.index(number) for number in answer]
-        except TypeError:
-            numbers = []
-        if not numbers or numbers[0] < 1 or any(number != 1 for number in numbers[1:]):
-            raise InvalidArgumentError(
-                "The partitioner did not return a valid number of parts per axis.",
-                received={"shape": tuple(value.shape), "returned": answer},
-                hint="Return one integer per axis: at least 1 for the first axis, and 1 for each other axis.",
-            )
-        return min(numbers[0], value.shape[0]) or 1
+        return min(number_of_parts(answer, value.shape, self._partitioner), value.shape[0])

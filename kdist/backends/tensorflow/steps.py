@@ -97,7 +97,6 @@ class TensorFlowSteps(ReplicatedSteps):
             return tuple(in_replicas(self.runtime, strategy, body, self._thread_state, shares, variables))
 
     def new_kept(self) -> TensorFlowKeptGradients:
-        """Returns zeros for each local replica."""
         self._traced = {key: traced for key, traced in self._traced.items() if key[0] is None}
         self._compiled = {key: compiled for key, compiled in self._compiled.items() if key[0] is None}
         return TensorFlowKeptGradients(self.runtime, self.model)
@@ -110,7 +109,6 @@ class TensorFlowSteps(ReplicatedSteps):
         return keras.tree.map_structure(lambda leaf: in_components(of_chief, leaf), outputs)
 
     def gather(self, results: Sequence[object], sizes: Sequence[int]) -> Any:
-        """Gathers the outputs one after another."""
         return keras.tree.map_structure(lambda *parts: self._gather(parts, sizes), *results)
 
     def _gather(

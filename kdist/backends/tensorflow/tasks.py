@@ -49,7 +49,6 @@ class Task:
         self.device = f"/job:{job}/replica:0/task:{index}/device:CPU:0"
 
     def answers(self) -> bool:
-        """Returns whether the task accepts connections."""
         try:
             socket.create_connection(split_address(self.address), timeout=_ANSWER).close()
         except OSError:
@@ -99,7 +98,6 @@ def lost(tasks: Sequence[Task]) -> list[Task]:
 
 
 def lost_error(tasks: Sequence[Task]) -> WorkerLostError:
-    """Returns the error to raise for lost tasks."""
     names = ", ".join(task.name for task in tasks)
     return WorkerLostError(
         f"{names} {'has exited or is' if len(tasks) == 1 else 'have exited or are'} unreachable.",

@@ -59,7 +59,6 @@ class Workers(workers.Workers):
         return local
 
     def sum(self, value: tf.Tensor) -> tf.Tensor:
-        """Sums a tensor over the workers."""
         return value
 
     def of_chief(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -145,7 +144,6 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         return tf.io.parse_tensor(self.all_gather_bytes(mine)[0], tensor.dtype)
 
     def broadcast(self, variables: Sequence[keras.Variable]) -> None:
-        """Sends the chief's values of Keras variables to all workers, in few collectives per dtype."""
         groups: dict[tf.DType, list[keras.Variable]] = {}
         for variable in variables:
             groups.setdefault(tf.as_dtype(variable.dtype), []).append(variable)
@@ -160,7 +158,6 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
                 variable.assign(tf.reshape(part, value.shape))
 
     def explain_failure(self, error: BaseException) -> BaseException:
-        """Returns a `WorkerLostError` for a TensorFlow error about another worker."""
         text = str(error)
         failure = None if self.sums_in_memory is None else self.sums_in_memory.failure_of(text)
         if isinstance(failure, KdistError):

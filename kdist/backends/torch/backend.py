@@ -60,7 +60,6 @@ class TorchBackend(Backend):
         options: CommunicationOptions | None = None,
         ops: CrossDeviceOps | None = None,
     ) -> TorchRuntime:
-        """Joins the workers with `torch.distributed`."""
         if ops is not None:
             hint_ignored(
                 f"cross_device_ops={ops!r}",

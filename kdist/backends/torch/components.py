@@ -50,7 +50,6 @@ class Components:
         return known.parts[index]
 
     def write(self, variable: keras.Variable, index: int, value: torch.Tensor) -> None:
-        """Changes the component of a local replica."""
         self._changed[id(variable)] = variable
         self.get(variable, index).copy_(value)
 

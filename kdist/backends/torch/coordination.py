@@ -26,7 +26,6 @@ class TorchEngine(Engine):
     def load(
         self, variable: keras.Variable, held: torch.nn.Parameter | None, array: np.ndarray
     ) -> torch.nn.Parameter:
-        """Copies an array into a parameter, or creates the parameter."""
         # Keras may run a layer on the device "meta" to find its output shape. It has no data to copy.
         with keras.device(str(first_device() if held is None else held.device)):
             tensor = keras.ops.convert_to_tensor(array, dtype=variable.dtype)
@@ -38,14 +37,12 @@ class TorchEngine(Engine):
         return held
 
     def mark(self, held: torch.nn.Parameter) -> tuple[int, int]:
-        """Returns the identity of the value and its number of writes."""
         return id(held), held._version
 
     def is_changed(self, held: torch.nn.Parameter, mark: object) -> bool:
         return self.mark(held) != mark
 
     def table(self, record: Record) -> Table:
-        """Returns a tensor that requests its rows from the servers."""
         return Table.of_record(record, record.variable())
 
     def by_rows(

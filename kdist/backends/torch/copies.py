@@ -31,7 +31,6 @@ class VariableCopies:
         self._copies: VariableTable[_Copy] = VariableTable()
 
     def get(self, variable: keras.Variable) -> torch.Tensor:
-        """Returns the copy of a Keras variable."""
         found = self._copies.get(variable)
         if found is None:
             found = self._copies[variable] = self._make(variable)

@@ -72,7 +72,6 @@ class TorchCore(Runtime):
         return tensor if self.num_workers == 1 else self.group.gather_uneven(tensor.detach())[0]
 
     def broadcast_variables(self, variables: Sequence[keras.Variable]) -> None:
-        """Sends the chief's values, and shards new variables."""
         tensors = [keras_hooks.native_value(variable) for variable in variables]
         # A variable that is already sharded has the chief's value.
         tensors = [tensor.detach() for tensor in tensors if not isinstance(tensor, Divided)]

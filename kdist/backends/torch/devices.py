@@ -87,7 +87,6 @@ class ThreadStates:
 
     @contextlib.contextmanager
     def entered(self, device: torch.device, is_other_thread: bool) -> Iterator[None]:
-        """A context manager for the thread of a replica."""
         with contextlib.ExitStack() as stack:
             if is_other_thread:
                 if self._inference:

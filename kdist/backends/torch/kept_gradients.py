@@ -28,7 +28,6 @@ class TorchKeptGradients(KeptInReplicas):
     def add(
         self, local_index: int, positions: Sequence[int], gradients: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Adds in place."""
         sums = [self._sums[local_index][position] for position in positions]
         with torch.no_grad():
             torch._foreach_add_(sums, [gradient.detach() for gradient in gradients])

@@ -51,7 +51,6 @@ def call_module(original: Callable[..., object]) -> Callable[..., object]:
 
 
 def _copies() -> VariableCopies | None:
-    """Returns the copies of the current replica; `None` if it uses the real variables."""
     scope = getattr(current_replica(), "scope", None)
     return scope.copies if isinstance(scope, TorchScope) else None
 

@@ -81,7 +81,6 @@ class Operation:
     kind: str
 
     def reads(self) -> list[Name]:
-        """Returns the names in the arguments."""
         return names_in(self.arguments)
 
 
@@ -187,7 +186,6 @@ class Recording:
             self.operations.append(Operation(_finish, ([work, name], {}), None, [name], [], "finish"))
 
     def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
-        """Runs and records an operation of PyTorch."""
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         if is_random:
             self._check_random_states()
@@ -232,7 +230,6 @@ class Recording:
         return self._add(Operation(func, arguments, None, writes, views, kind), result)
 
     def results(self, outputs: Structure) -> Any:
-        """Returns the names of the outputs of the step."""
         return self._named(outputs)
 
     def _add(self, operation: Operation, result: object) -> None:

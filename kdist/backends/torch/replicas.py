@@ -107,7 +107,6 @@ class TorchReplica(Replica):
         return results
 
     def all_reduce_with_gradient(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sums a tensor over all replicas, differentiably to any order."""
         return _SumWithGradient.apply(tensor, self)
 
     def moments(
@@ -202,7 +201,6 @@ class TorchReplica(Replica):
         return whole.to(tensor.device), starts[self.local_index]
 
     def call_once(self, what: str, value: T, merge: Callable[[Sequence[T]], R]) -> R:
-        """Calls the function in the last local replica."""
         return self._baton.meet(self.local_index, (what, None), value, merge)
 
     def _sum_in_place(self, tensors: Tensors, dtype: str | None = None) -> Tensors:
@@ -333,7 +331,6 @@ class TorchScope(ReplicaScope):
             self.__enter__()
 
     def change_real_variables(self, change: Callable[[], T]) -> T:
-        """Calls a function that changes real variables, without this scope, and updates the copies."""
         followers = self.replica.copies
         before = [copies.versions() for copies in followers]
         with self.suspended(), self.replica.strategy.runtime.on_holder(), torch.no_grad():

@@ -58,20 +58,17 @@ class TorchSteps(ReplicatedSteps):
         self.runtime.group.check_intact(finishes=True)
 
     def new_kept(self) -> TorchKeptGradients:
-        """Returns zeros for each local replica."""
         return TorchKeptGradients(self.runtime, self.model)
 
     def concatenate(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(parts))
 
     def of_chief(self, outputs: Structure) -> Structure:
-        """Sends the chief's outputs to all workers."""
         leaves = [leaf.clone() for leaf in keras.tree.flatten(outputs)]
         self.runtime.group.broadcast(leaves, self.runtime.torch_devices[0])
         return keras.tree.pack_sequence_as(outputs, leaves)
 
     def gather(self, results: Sequence[Structure], sizes: Sequence[int]) -> Structure:
-        """Gathers all outputs in one collective."""
         device = self.runtime.torch_devices[0]
         local = [keras.tree.flatten(result) for result in results]
         leaves = [torch.cat([part.to(device) for part in parts]) for parts in zip(*local, strict=True)]

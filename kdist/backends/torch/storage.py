@@ -117,7 +117,6 @@ class Storage:
         return _padded(whole, dim, number * largest).chunk(number, dim), own
 
     def wait_to_read(self, parameters: Sequence[Divided]) -> None:
-        """Waits until all workers read the same parameters."""
         with self._runtime.engine_errors():
             wait_to_read(self._runtime, parameters)
 

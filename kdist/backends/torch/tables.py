@@ -29,11 +29,9 @@ class Standin(torch.Tensor):
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Self:
-        """Returns an instance with this shape, dtype and device."""
         return torch.empty((), dtype=dtype, device=device).expand(tuple(shape)).as_subclass(cls)
 
     def whole(self) -> torch.Tensor:
-        """Returns the tensor with its data."""
         raise NotImplementedError
 
     @classmethod
@@ -70,7 +68,6 @@ class Table(Standin):
 
     @classmethod
     def of_record(cls, record: Record, variable: keras.Variable) -> Table:
-        """Returns the table of a variable, for all steps."""
         dtype = keras.ops.zeros((), variable.dtype).dtype
         # Do not use the current device: it is "meta" if Keras only computes the shape of an output.
         table = cls.of(variable.shape, dtype, first_device())
@@ -78,7 +75,6 @@ class Table(Standin):
         return table.requires_grad_(bool(variable.trainable))
 
     def whole(self) -> torch.Tensor:
-        """Requests the whole value from the servers, and returns the parameter."""
         was_here, parameter = self.record.is_here(), self.record.whole()
         parameter.requires_grad_(self.requires_grad)
         if not was_here:

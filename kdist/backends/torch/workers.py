@@ -203,7 +203,6 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         return self._lost_error() if self._aborted else error
 
     def check_intact(self, finishes: bool = False) -> None:
-        """Raises an error if collectives were aborted."""
         if finishes and self._nccl:
             torch.cuda.synchronize()
         if self._aborted:

@@ -69,7 +69,6 @@ def is_infinite(dataset: object) -> bool:
 
 
 def is_tf_data(dataset: object) -> bool:
-    """Returns whether the object is a `tf.data.Dataset`."""
     return _is(dataset, *_TF_DATA)
 
 

@@ -29,7 +29,6 @@ class IterableSource(Source):
 
     @property
     def is_unbatched(self) -> bool:
-        """Whether the first item of a list is a single element."""
         return isinstance(self.dataset, (list, tuple)) and _begins_single(self.dataset)
 
 
@@ -39,7 +38,6 @@ class GeneratorFunctionSource(Source):
     kind = "a generator function"
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Structure]:
-        """Calls the function and yields the items of its iterator."""
         return itertools.islice(self.dataset(), start, None)
 
 
@@ -57,18 +55,15 @@ class GrainSource(Source):
 
     @property
     def num_batches(self) -> int | None:
-        """The length of a finite map dataset, otherwise `None`."""
         length = len(self.dataset) if hasattr(self.dataset, "__len__") else sys.maxsize
         return length if length < sys.maxsize else None
 
     @property
     def is_infinite(self) -> bool:
-        """Whether the dataset is a map dataset that repeats forever."""
         return hasattr(self.dataset, "__len__") and self.num_batches is None
 
     @property
     def is_unbatched(self) -> bool:
-        """Whether the first item of a map dataset is a single element."""
         return hasattr(self.dataset, "__getitem__") and _begins_single(self.dataset)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Structure]:
@@ -94,7 +89,6 @@ class NumpySource(Source):
 
     @property
     def is_unbatched(self) -> bool:
-        """Whether the first item is a single element."""
         return any(rows.is_single(rows.to_host(item)) for item in self.dataset.take(1).epoch(0))
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Structure]:

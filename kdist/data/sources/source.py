@@ -71,7 +71,6 @@ class Source:
 
     @property
     def policy(self) -> AutoShardPolicy:
-        """The policy that the dataset sets."""
         return AutoShardPolicy.AUTO
 
     @property

@@ -44,13 +44,11 @@ class TFDataSource(Source):
 
     @property
     def inner_shapes(self) -> list[Shape] | None:
-        """The inner shapes in the element spec."""
         first = 0 if self.is_unbatched else 1
         return [None if shape.rank is None else tuple(shape[first:]) for shape in self._shapes()]
 
     @property
     def is_unbatched(self) -> bool:
-        """Whether the element spec contains a scalar."""
         return any(shape.rank == 0 for shape in self._shapes())
 
     def _shapes(self) -> list[Any]:
@@ -59,7 +57,6 @@ class TFDataSource(Source):
 
     @property
     def policy(self) -> AutoShardPolicy:
-        """The policy in the options of the dataset."""
         return AutoShardPolicy[self.dataset.options().experimental_distribute.auto_shard_policy.name]
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Structure]:
@@ -117,7 +114,6 @@ class TFDataSource(Source):
 
     @property
     def reads_files(self) -> bool:
-        """Whether TensorFlow finds a file reader in the pipeline."""
         import tensorflow as tf
 
         try:

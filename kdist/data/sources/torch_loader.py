@@ -108,7 +108,6 @@ class TorchLoaderSource(Source):
             return None
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Structure]:
-        """Yields batches of tensors, collated by the loader."""
         if self._by_index:
             yield from self._loaded(self._indices(epoch)[start:])
             return

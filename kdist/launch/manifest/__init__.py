@@ -20,7 +20,6 @@ _EXAMPLES = """examples:
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the command to the command line of kdist."""
     manifest = commands.add_parser(
         "manifest",
         help="generate a Kubernetes manifest or a Slurm script",

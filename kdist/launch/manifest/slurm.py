@@ -46,7 +46,6 @@ exit $code
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `kdist manifest slurm`."""
     add_common_options(parser, checkpoint_dir="checkpoints")
     slurm = parser.add_argument_group("Slurm")
     slurm.add_argument("--nodes", metavar="COUNT", help="number of nodes (default: Slurm decides)")
