@@ -91,6 +91,8 @@ class _Parser(argparse.ArgumentParser):
         if self._subparsers and not self._words:
             self.print_help(sys.stderr)
             self.exit(2)
+        if self._subparsers and "required: " in message:  # a command; so no option before it is known
+            self._fail(f"unknown option: {self._words[0]}", self._nearest_option(self._words[0]))
         if choice := _INVALID_CHOICE.search(message):
             self._fail(message, *difflib.get_close_matches(choice[1], re.findall(r"[\w-]+", choice[2]), 1))
         for word in self._words:  # a required option may be missing because it is misspelled

@@ -15,7 +15,10 @@ def call_function(model: str) -> Any:
     module, _, function = model.partition(":")
     sys.path.insert(0, os.getcwd())  # where `python -m` looks first
     try:
-        return getattr(importlib.import_module(module), function)()
+        found = getattr(importlib.import_module(module or model), function)
+        if not callable(found):
+            raise AttributeError(f"{function!r} is not a function")
+        return found()
     except (ImportError, AttributeError) as error:
         raise InvalidArgumentError(
             f"Cannot create the model: {error}",

@@ -16,7 +16,7 @@ from kdist.launch.options import whole_number
 from kdist.launch.output import Sink, sinks
 from kdist.launch.plan import EVALUATOR_TIMEOUT, TASK_RESTARTS, JobPlan, Policy, plan_job
 from kdist.launch.supervisor import Outcome, Supervisor
-from kdist.launch.worker_process import WorkerProcess
+from kdist.launch.worker_process import MOST_EARLY, WorkerProcess
 
 
 def read_options(
@@ -92,6 +92,7 @@ class Job:
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     _starts: int = dataclasses.field(default=0, init=False)
     _counted: int = dataclasses.field(default=0, init=False)  # restarts that count against `max_restarts`
+    _times_early: int = dataclasses.field(default=0, init=False)  # in a row, when a worker was preempted
 
     def run(self) -> int:
         """Runs the job until it succeeds or has no restart left, and returns the launcher's exit code."""
@@ -191,9 +192,10 @@ class Job:
         fewer = self.local_workers
         if policy.min_workers is not None and outcome.lost:
             fewer = max(self.local_workers - outcome.lost, policy.min_workers)
-        if failed.exit_code == timeouts.PREEMPTED:
-            if policy.max_restarts == 0:
-                return None
+        self._times_early = self._times_early + 1 if failed.is_preempted_early else 0
+        if failed.exit_code == timeouts.PREEMPTED and policy.max_restarts == 0:
+            return None
+        if failed.exit_code == timeouts.PREEMPTED and self._times_early <= MOST_EARLY:
             which = f"restart {self._starts + 1} (not counted)"
         elif fewer < self.local_workers:
             which = f"restart {self._starts + 1} with fewer workers"

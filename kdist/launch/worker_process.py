@@ -18,6 +18,10 @@ from kdist.launch import linux
 from kdist.launch.output import LineStream, Sink, Tail
 from kdist.launch.plan import WorkerPlan
 
+# A worker that exits as preempted so often in a row, and so soon after its start, may do so at each start. Then its
+# restarts count, so that they have an end.
+MOST_EARLY = 3
+_EARLY = 60.0  # seconds
 _START = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_start.py")
 
 
@@ -47,12 +51,13 @@ class WorkerProcess:
         self.process: subprocess.Popen[bytes] | None = None
         self.pidfd: int | None = None
         self.exit_code: int | None = None
-        self.exited_at = 0.0
+        self.started_at = self.exited_at = 0.0
         self.frozen = False  # stopped by a signal (SIGSTOP), and therefore killed
         self.times_stopped = 0  # in a row, when the launcher looked
         self.starting = False  # about to restart
         self.dismissed = False  # may exit now
         self.restarts = self.counted_restarts = 0
+        self.times_early = 0  # in a row, when it was preempted
         self._log: IO[str] | None = None
 
     @property
@@ -68,6 +73,7 @@ class WorkerProcess:
 
     def start(self) -> None:
         """Starts the process in a new session, so that its children can be killed together with it."""
+        self.started_at = time.monotonic()
         logs: list[Sink] = []
         if self.log_file:
             mode = "a" if self.append else "w"
@@ -97,6 +103,11 @@ class WorkerProcess:
             self.channels[fd] = [shown, *(LineStream(log, "") for log in logs)], tail
         with contextlib.suppress(OSError, AttributeError):
             self.pidfd = os.pidfd_open(self.process.pid)
+
+    @property
+    def is_preempted_early(self) -> bool:
+        """Whether the process exited as preempted soon after its start."""
+        return self.exit_code == timeouts.PREEMPTED and self.exited_at - self.started_at < _EARLY
 
     @property
     def is_here(self) -> bool:

@@ -96,6 +96,8 @@ def in_worker_convert(folder):
     del sys.modules["user_models"]  # the command finds it in the current directory
     convert("by a function", "several", "own.weights.h5", "--name", "own", "--model", "user_models:make")
     convert("no such function", "several", "x.weights.h5", "--name", "own", "--model", "user_models:missing")
+    convert("no function", "several", "x.weights.h5", "--name", "own", "--model", "user_models:__name__")
+    convert("no module", "several", "x.weights.h5", "--name", "own", "--model", ":make")
     convert("no such module", "several", "x.weights.h5", "--name", "own", "--model", "no_module:make")
     convert("another model", "several", "x.weights.h5", "--name", "own", "--model", "user_models:make_wider")
     lambdas = keras.Sequential([keras.layers.Input((3,)), keras.layers.Lambda(lambda x: x * 2)])
@@ -149,6 +151,8 @@ WRONG = {
     "a directory": (2, "Cannot write the output file.", "Is a directory"),
     "cannot be made": (1, "model='own'", "--model module:function"),
     "no such function": (2, "Cannot create the model: ", "missing"),
+    "no function": (2, "Cannot create the model: '__name__' is not a function", "user_models:__name__"),
+    "no module": (2, "Cannot create the model: ", "':make'"),
     "no such module": (2, "Cannot create the model: ", "no_module"),
     "another model": (1, "'own' does not match the checkpoint"),
 }

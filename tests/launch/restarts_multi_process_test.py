@@ -94,7 +94,7 @@ def test_it_goes_on_with_fewer_workers_but_not_too_few(run):
     assert (code, len(starts)) == (3, 2)
 
 
-@pytest.mark.kills("launch_preemption_counted")
+@pytest.mark.kills("launch_preemption_counted", "launch_preempted_forever")
 def test_preemption_does_not_count(run):
     # The second worker takes longer to save its share.
     script = "time.sleep(rank)\nsys.exit(75) if restart < 2 else None\nif restart == 2: sys.exit(1)"
@@ -103,6 +103,9 @@ def test_preemption_does_not_count(run):
     assert {s[0] for s in starts} == {"0", "1", "2", "3"}
     assert err.count("(not counted) because worker 0 was preempted") == 2 and "restart 1 of 1" in err
     assert run("sys.exit(75)", "-n", "2")[0] == 75
+    # Otherwise, a script that exits with 75 at each start would restart forever.
+    code, starts, err = run("sys.exit(75)", "-n", "1", "--max-restarts", "1")
+    assert (code, len(starts), err.count("(not counted)"), err.count("restart 1 of 1")) == (75, 5, 3, 1)
 
 
 def test_a_stopped_worker_is_the_one_that_is_lost(run):

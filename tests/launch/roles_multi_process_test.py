@@ -156,6 +156,7 @@ def test_a_worker_is_started_again_alone_at_its_port(start, tmp_path):
     assert left_of(job.named(), 1) == []
 
 
+@pytest.mark.kills("roles_worker_preempted_forever")
 def test_restarts_have_an_end_and_the_job_goes_on_without_a_worker_but_not_without_all(start):
     script = """
     if role == "worker" and (index == 1 or pathlib.Path("all").exists()): sys.exit(3)
@@ -166,6 +167,10 @@ def test_restarts_have_an_end_and_the_job_goes_on_without_a_worker_but_not_witho
     job = start(script, "--max-restarts", "1")
     assert job.wait() == 0, job.stderr()
     assert "ended with exit code 3 after 1 restart; the job continues without it." in job.stderr()
+    # Exits after a preemption do not count, but only the first ones in a row soon after the start.
+    job = start(script.replace("exit(3)", "exit(75)").replace("1.5", "5"), "--max-restarts", "1")
+    assert job.wait() == 0, job.stderr()
+    assert job.stdout().count("[worker 1] pid=") == 5 and job.stderr().count("restart not counted") == 3
     job.script.with_name("all").touch()
     job = start(script.replace("sleep(1.5)", "sleep(60)"), "--max-restarts", "0")
     assert job.wait() == 3

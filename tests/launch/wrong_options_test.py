@@ -11,6 +11,9 @@ import pytest
 from kdist.command_line import main
 
 
+@pytest.mark.kills(
+    unknown_option_before_the_command="[arguments9-kdist -unknown option: --verison-Did you mean --version?]"
+)
 @pytest.mark.parametrize(
     ("arguments", "usage", "message", "hint"),
     [
@@ -23,6 +26,7 @@ from kdist.command_line import main
         (["bench", "--step", "2"], "kdist bench ", "unknown option: --step", "Did you mean --steps?"),
         (["bench", "--backend", "jxa"], "kdist bench ", "invalid choice: 'jxa'", "Did you mean jax?"),
         (["info", "all"], "kdist info ", "unexpected argument: all", "kdist info --help"),
+        (["--verison"], "kdist ", "unknown option: --verison", "Did you mean --version?"),
         (["rnu", "x.py"], "kdist ", "invalid choice: 'rnu'", "Did you mean run?"),
         (["manifest", "slrum"], "kdist manifest ", "invalid choice: 'slrum'", "Did you mean slurm?"),
         (
