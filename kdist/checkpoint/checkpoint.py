@@ -290,11 +290,11 @@ class Checkpoint:
             share = snapshot.take(contents, folder, runtime, save_id, number, self._counter)
             if asynchronous:
                 snapshot.copy(share)
-        except BaseException as error:
+            save.start(share, background=asynchronous)
+        except BaseException as error:  # also Ctrl-C during a synchronous save
             # The other workers already write. They find the failure in the temporary directory.
             writing.abandon(folder, error)
             raise
-        save.start(share, background=asynchronous)
         if not asynchronous:
             self.wait()
         return folder.final

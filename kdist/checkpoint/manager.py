@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from kdist.checkpoint import layout, storage
 from kdist.checkpoint.folders import gather_from, remove
-from kdist.errors import CheckpointMismatchError, InvalidArgumentError, check_positive, check_whole
+from kdist.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    InvalidArgumentError,
+    check_positive,
+    check_whole,
+)
 from kdist.whole_files import is_remote
 
 if TYPE_CHECKING:
@@ -182,7 +188,8 @@ class CheckpointManager:
         """
         self._checkpoint.settle()
         path = self.latest_checkpoint
-        names = gather_from(self._checkpoint.runtime(), os.path.basename(path) if path else None)
+        runtime = self._checkpoint.runtime()
+        names = gather_from(runtime, os.path.basename(path) if path else None)
         for index, name in enumerate(names):
             if name != names[0]:
                 raise CheckpointMismatchError(
@@ -191,7 +198,13 @@ class CheckpointManager:
                     hint="Use a directory that all workers share, or copy the newest checkpoint to every worker.",
                 )
         if path is not None:
-            self._checkpoint.restore(path)
+            try:
+                self._checkpoint.restore(path)
+            except CheckpointError:
+                # Another process may delete it at this moment, for example because of its `max_to_keep`.
+                if all(gather_from(runtime, storage.of(path).exists(os.path.join(path, layout.INDEX)))):
+                    raise
+                return self.restore_or_initialize()
             self._last_step = self._step()
         elif self._init_fn is not None:
             self._init_fn()

@@ -121,9 +121,10 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._clock = (
             RegularExchange(runtime, min(1.0, self.every_seconds / 4)) if self.every_seconds else None
         )
-        if self._watch is not None:  # left over from a `fit` that failed
-            self._watch.close()
-        self._watch = None if self._termination is None else TerminationWatch(runtime, self._termination)
+        if self._termination is not None:
+            self._watch = watch = TerminationWatch(runtime, self._termination)
+            # Keras does not call `on_train_end` if `fit` fails, and SIGTERM must have its usual effect then.
+            self._progress.at_end.push(lambda kind, *_: watch.close() if kind else None)
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, object] | None = None) -> None:
         """Saves a backup if it is due. Saves and exits if a worker will be terminated."""

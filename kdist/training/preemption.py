@@ -28,6 +28,7 @@ EXIT_CODE = 75
 """The exit code of preempted workers: "temporary failure, try again" (EX_TEMPFAIL in sysexits.h)."""
 _EXCHANGE_SECONDS = 0.5
 _LOOK_SECONDS = 1.0
+_SAME_SECONDS = 1.0  # the launcher and a scheduler may both send the signal
 
 _Result = TypeVar("_Result")
 
@@ -131,18 +132,25 @@ class TerminationWatch:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
         if self._noticed is None:
-            self._noticed = time.monotonic()
-            return
-        # A second SIGTERM terminates at once, because training has not stopped since the first.
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+            self._noticed = now
+        elif now - self._noticed > _SAME_SECONDS:
+            # A second SIGTERM terminates at once, because training has not stopped since the first.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def _look(self) -> None:
-        watch = self._config.termination_watcher_fn
+        watch, has_failed = self._config.termination_watcher_fn, False
         assert watch is not None
         while not self._closed.wait(_LOOK_SECONDS):
-            if watch():
+            try:
+                is_noticed = watch()
+            except Exception:  # for example a request that timed out
+                if not has_failed:
+                    logs.logger.warning("the termination_watcher_fn fails. kdist repeats it.", exc_info=True)
+                is_noticed, has_failed = False, True
+            if is_noticed:
                 self._noticed = time.monotonic()
                 return
 

@@ -85,6 +85,22 @@ def in_worker_manage(folder):
         manager.save(asynchronous=False)
     kdist.barrier()
     assert len(manager.checkpoints) == 1 and len(os.listdir(manager.directory)) == 4
+
+    again.step = 9
+    manager = kdist.CheckpointManager(again, folder, 2)
+    path = manager.save(asynchronous=False)
+    kdist.barrier()
+    restore = kdist.Checkpoint.restore
+
+    def restore_late(self, path):
+        kdist.Checkpoint.restore = restore
+        if rank() == 0:  # another job deletes it, for example because of its `max_to_keep`
+            shutil.rmtree(path)
+        kdist.barrier()
+        return restore(self, path)
+
+    kdist.Checkpoint.restore = restore_late
+    assert os.path.basename(manager.restore_or_initialize()) == "ckpt-101" and again.step == 3, path
     for wrong in ({"max_to_keep": 0}, {"max_to_keep": 1, "checkpoint_interval": 5}):
         with pytest.raises(kdist.errors.InvalidArgumentError):
             kdist.CheckpointManager(again, folder, **wrong)
@@ -94,6 +110,7 @@ def in_worker_manage(folder):
     "checkpoint_shards_overwritten",
     "checkpoint_too_many_deleted",
     "manager_forgets_the_hours_at_a_restart",
+    "manager_restores_a_deleted_checkpoint",
     "manager_skips_saves_after_a_rollback",
     "manager_keeps_the_number_of_a_deleted_checkpoint",
 )

@@ -138,6 +138,33 @@ def test_wrong_values_directories_numbers_and_times_are_errors(tmp_path: Path) -
     ]
 
 
+def in_worker_interrupted(folder: str) -> tuple[str, list[str]]:
+    """Interrupts one worker in a synchronous save; returns the error of all, and the files after the next save."""
+    from unittest import mock
+
+    from tests.helpers.processes import strategy
+
+    index = strategy().runtime.worker_index
+    checkpoint = kdist.Checkpoint(epoch=1)
+    interrupt = mock.patch("kdist.checkpoint.writing.write_shard", side_effect=KeyboardInterrupt)
+    with pytest.raises(kdist.errors.CheckpointError) as caught, strategy().scope():
+        if index == 1:
+            with interrupt, pytest.raises(KeyboardInterrupt):
+                checkpoint.save(folder, asynchronous=False)
+            checkpoint.wait()
+        checkpoint.save(folder, asynchronous=False)
+    with strategy().scope():
+        checkpoint.save(folder, asynchronous=False)
+    return str(caught.value), os.listdir(folder)
+
+
+@pytest.mark.kills("interrupted_save_not_reported")
+def test_an_interrupted_save_fails_on_all_workers_and_leaves_no_files(tmp_path: Path) -> None:
+    for said, files in run("torch", 2, in_worker_interrupted, str(tmp_path)):
+        assert "Worker 1 could not write its shard: KeyboardInterrupt" in said
+        assert files == ["ckpt-2"]
+
+
 def in_worker_native_variables(folder: str) -> list[str]:
     import keras
 

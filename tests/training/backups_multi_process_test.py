@@ -322,8 +322,9 @@ def in_worker_watcher(folder: str) -> Any:
     taken: list[int] = []
 
     def is_near() -> bool:
-        if near.is_set():
+        if near.is_set() and not asked.is_set():
             asked.set()
+            raise TimeoutError("the metadata server does not answer")
         return near.is_set() and index == 1
 
     def wait_for_notice(step: int, clock: Clock) -> None:
@@ -358,6 +359,7 @@ def in_worker_watcher(folder: str) -> Any:
     return taken, saved, len(set(handlers)), Path(folder).exists()
 
 
+@pytest.mark.kills(preemption_watcher_ends_after_an_error="[jax]")
 @on("jax")
 def test_a_watcher_says_so_and_save_fn_saves(backend: str, tmp_path: Path) -> None:
     for taken, saved, num_handlers, has_backup in run(

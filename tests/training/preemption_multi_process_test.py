@@ -63,6 +63,10 @@ def preempted(folder: str) -> Any:
     }
     before = signal.getsignal(signal.SIGTERM)
     terminated = callback_at(4, 1, lambda model: os.kill(os.getpid(), signal.SIGTERM))
+    failing = callback_at(2, int(os.environ["RANK"]), lambda model: leave())
+    with pytest.raises(Left):
+        make_model(1).fit(**data(), callbacks=[kdist.callbacks.BackupAndRestore(**backup), failing])
+    is_restored = signal.getsignal(signal.SIGTERM) == before
     with pytest.raises(Left):
         make_model(1).fit(**data(), callbacks=[terminated, kdist.callbacks.BackupAndRestore(**backup)])
     after = signal.getsignal(signal.SIGTERM)
@@ -70,10 +74,10 @@ def preempted(folder: str) -> Any:
     again = make_model(2)
     again.fit(**data(), callbacks=[rest, kdist.callbacks.BackupAndRestore(**backup)])
     weights = [[np.array(w) for w in model.get_weights()] for model in (whole, again)]
-    return weights, terminated.steps, rest.steps, before == after
+    return weights, terminated.steps, rest.steps, is_restored and before == after
 
 
-@pytest.mark.kills(preemption_of_one_worker="[torch]")
+@pytest.mark.kills(preemption_of_one_worker="[torch]", preemption_watched_after_a_failure="[torch]")
 @each_backend
 def test_sigterm_on_one_worker_lets_all_save_and_leave_at_the_same_step(backend: str, tmp_path: Path) -> None:
     results = run(backend, 2, preempted, str(tmp_path))
@@ -212,6 +216,29 @@ def test_weights_that_drift_apart_are_named(backend: str) -> None:
 
 
 # In a worker, because an uncaught signal would end the process.
+
+
+def terminated_twice() -> list[int]:
+    from unittest import mock
+
+    from kdist.training.preemption import TerminationConfig, TerminationWatch
+
+    watch = TerminationWatch(None, TerminationConfig())
+    with mock.patch("os.kill") as kill:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)  # the launcher passes the signal of a scheduler on
+        counts = [kill.call_count]
+        watch._noticed -= 2  # type: ignore[operator]
+        signal.raise_signal(signal.SIGTERM)
+        counts.append(kill.call_count)
+    watch.close()
+    return counts
+
+
+@pytest.mark.kills("preemption_signal_of_the_launcher_terminates")
+@pytest.mark.xdist_group("pool-torch")
+def test_only_a_later_sigterm_terminates_at_once() -> None:
+    assert run("torch", 1, terminated_twice) == [[0, 1]]
 
 
 def terminated() -> Any:
