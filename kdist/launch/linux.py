@@ -44,20 +44,24 @@ def is_stopped(pid: int) -> bool:
     return False
 
 
-def descendants(roots: Iterable[int]) -> set[int]:
-    """Returns the descendants of the processes `roots`, without the roots themselves and without zombies."""
+def descendants(roots: Iterable[int], others: Iterable[int] = ()) -> set[int]:
+    """Returns the descendants of the processes `roots`, without the roots themselves and without zombies.
+
+    Also leaves out the processes `others` and their descendants.
+    """
     table = process_table()
     below: dict[int, list[int]] = {}
     for pid, (parent, _) in table.items():
         below.setdefault(parent, []).append(pid)
-    found: set[int] = set()
+    left_out = set(others)
+    found = set(left_out)
     waiting = list(roots)
     while waiting:
         for child in below.get(waiting.pop(), ()):
             if child not in found:
                 found.add(child)
                 waiting.append(child)
-    return {pid for pid in found if table[pid][1] != "Z"}
+    return {pid for pid in found - left_out if table[pid][1] != "Z"}
 
 
 def members_of_job(job_id: str) -> set[int]:

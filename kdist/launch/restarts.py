@@ -91,12 +91,17 @@ class Job:
     asked: str | int = "auto"  # the number of workers that the user requested
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     _starts: int = dataclasses.field(default=0, init=False)
+    _others: set[int] = dataclasses.field(
+        default_factory=set, init=False
+    )  # processes that are not of the job
     _counted: int = dataclasses.field(default=0, init=False)  # restarts that count against `max_restarts`
     _times_early: int = dataclasses.field(default=0, init=False)  # in a row, when a worker was preempted
 
     def run(self) -> int:
         """Runs the job until it succeeds or has no restart left, and returns the launcher's exit code."""
         linux.become_subreaper()
+        # A shell can have started them before `exec kdist run`.
+        self._others = linux.descendants([os.getpid()])
         out, err = sinks()
         try:
             while True:
@@ -176,7 +181,7 @@ class Job:
             )
             for worker in plan.workers
         ]
-        supervisor = Supervisor(workers, plan, err, grace=self.grace, policy=self.policy, whole_tree=True)
+        supervisor = Supervisor(workers, plan, err, grace=self.grace, policy=self.policy, others=self._others)
         with supervisor.forwarding():
             outcome = supervisor.run()
             if sys.stdout:

@@ -21,7 +21,7 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from kdist.cluster import injection, timeouts
@@ -67,8 +67,8 @@ class Supervisor:
     err: Sink  # receives the messages of the supervisor
     grace: float = 5.0  # seconds for tasks to exit after a signal to the launcher was passed on to them
     timeout: float | None = None  # the time limit of the job in seconds
-    # All descendants of this process belong to the job, because it runs no user code.
-    whole_tree: bool = False
+    # If this process runs no user code, its descendants before the job. All other descendants belong to the job.
+    others: Collection[int] | None = None
     policy: Policy = dataclasses.field(default_factory=Policy)  # the reaction to the exits of helpers
 
     def __post_init__(self) -> None:
@@ -195,8 +195,8 @@ class Supervisor:
 
     def _members(self) -> set[int]:
         alive = {worker.pid for worker in self.workers if worker.alive}
-        roots = {os.getpid()} if self.whole_tree else alive
-        return alive | linux.descendants(roots) | linux.members_of_job(self.plan.job_id)
+        roots = alive if self.others is None else {os.getpid()}
+        return alive | linux.descendants(roots, self.others or ()) | linux.members_of_job(self.plan.job_id)
 
     def _kill_everything(self) -> None:
         found = self._members()
@@ -229,7 +229,7 @@ class Supervisor:
         self._selector.close()
 
     def _reap(self) -> None:
-        if self.whole_tree:
+        if self.others is not None:
             linux.reap_orphans(worker.pid for worker in self.workers if worker.alive)
 
     # The exit of a task.

@@ -77,6 +77,7 @@ class WorkerProcess:
         logs: list[Sink] = []
         if self.log_file:
             mode = "a" if self.append else "w"
+            os.makedirs(os.path.dirname(self.log_file), exist_ok=True)  # may be deleted before a restart
             self._log = open(self.log_file, mode, encoding="utf-8")  # noqa: SIM115  # closed with the worker
             logs = [Sink(self._log)]
         eager = (self.plan.index == 0 and not self.plan.helps) or not self.prefix

@@ -56,6 +56,13 @@ def test_the_job_starts_again_until_it_ends_well(run, tmp_path):
     assert [n for n in range(3) if f"LOG {n}" in (tmp_path / "logs/worker-0.log").read_text()][-1] == 2
 
 
+@pytest.mark.kills("launch_fails_without_its_log_directory")
+def test_the_job_starts_again_without_its_log_directory(run, tmp_path):
+    script = "import shutil\nif restart == 0: shutil.rmtree('logs')\nsys.exit(restart == 0)"
+    code, _, err = run(script, "-n", "1", "--max-restarts", "1", "--log-dir", "logs")
+    assert code == 0 and "START 1" in (tmp_path / "logs" / "worker-0.log").read_text(), err
+
+
 @pytest.mark.kills("launch_restart_not_counted")
 def test_restarts_have_an_end(run):
     code, starts, err = run("if rank == 0: sys.exit(7)\ntime.sleep(60)", "-n", "2", "--max-restarts", "1")

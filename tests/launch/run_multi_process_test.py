@@ -10,6 +10,7 @@ import time
 import pytest
 
 from kdist.launch import supervisor
+from kdist.launch.linux import descendants
 from tests.helpers.alive import left_of
 from tests.helpers.environment import ROOT
 from tests.helpers.ports import neighboring_ports
@@ -244,6 +245,20 @@ def test_a_job_without_stdout_succeeds(tmp_path, number):
     job = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
                          stderr=subprocess.PIPE, text=True, timeout=60)  # fmt: skip
     assert job.returncode == 0 and "Traceback" not in job.stderr, job.stderr
+
+
+@pytest.mark.kills("processes_before_the_job_killed")
+def test_processes_that_a_shell_started_before_the_job_survive(tmp_path):
+    (tmp_path / "train.py").write_text("import os; raise SystemExit(os.environ['KDIST_RESTART'] != '1')")
+    # `exec` makes the launcher the parent of the first process, as in the start script of a container.
+    command = f"sh -c 'sleep 60; :' >&- & echo $!; exec {sys.executable} -m kdist run -n 1 --max-restarts 1 train.py"
+    job = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
+                         stdout=subprocess.PIPE, text=True, timeout=60)  # fmt: skip
+    service = int(job.stdout.split()[0])
+    found = {service, *descendants([service])}
+    for pid in found:
+        os.kill(pid, signal.SIGKILL)
+    assert job.returncode == 0 and len(found) == 2
 
 
 @pytest.mark.kills("characters_that_a_terminal_lacks")
