@@ -20,7 +20,8 @@ def broadcast(value: object, source: int = 0, strategy: StrategyLike | None = No
         strategy: The strategy to use; by default the current strategy, or the strategy that joined the workers.
 
     Returns:
-        The value of worker `source`. Its tensors and numeric arrays become tensors of the backend.
+        The value of worker `source`. Its tensors and numeric arrays become tensors of the backend. On JAX,
+        integers that do not fit into 32 bits stay NumPy arrays.
 
     Raises:
         InvalidArgumentError: If `source` is not a worker, or its value contains an unsupported object.
@@ -170,6 +171,10 @@ def _as_tensors(value: object) -> object:
         numeric = hasattr(leaf, "dtype") and leaf.dtype.kind in "biufcV"
         if not numeric:
             return leaf
-        return keras.ops.convert_to_tensor(leaf.astype(leaf.dtype.newbyteorder("="), copy=False))
+        array = leaf.astype(leaf.dtype.newbyteorder("="), copy=False)
+        tensor = keras.ops.convert_to_tensor(array)
+        # JAX has no 64-bit integers by default, and drops the upper bits of large numbers.
+        has_integers = array.dtype.kind in "iu"
+        return array if has_integers and (keras.ops.convert_to_numpy(tensor) != array).any() else tensor
 
     return keras.tree.map_structure(convert, value)

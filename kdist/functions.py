@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def function(fn: Callable[..., object] | None = None, **options: object) -> Any:
     """Compiles a function that acts for all replicas, such as a training step that calls `strategy.run`.
 
-    - TensorFlow uses `tf.function` without AutoGraph. For control flow, use `keras.ops.cond` and
-      `while_loop`, or pass `autograph=True`.
+    - TensorFlow uses `tf.function`, with AutoGraph only for functions that need it. On all backends, control
+      flow can use `keras.ops.cond` and `while_loop`.
     - JAX does not compile functions that read a dataset or call `strategy.run`, because `run` compiles itself.
       It compiles all other functions with `jax.jit` from the second call on, with the Keras variables that they use.
     - PyTorch does not compile the function, unless you pass `jit_compile=True` for `torch.compile`.

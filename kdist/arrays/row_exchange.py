@@ -117,7 +117,7 @@ def _decode(data: bytes) -> Any:
         if "value" in node:
             return node["value"]
         if "dict" in node:
-            return {key: build(item) for key, item in node["dict"]}
+            return {_key(key): build(item) for key, item in node["dict"]}
         if "tuple" in node:
             return tuple(build(item) for item in node["tuple"])
         if "list" in node:
@@ -134,6 +134,11 @@ def _decode(data: bytes) -> Any:
         return array.copy()
 
     return build(json.loads(header))
+
+
+def _key(key: Any) -> Any:
+    """Restores a tuple, which JSON turns into a list."""
+    return tuple(map(_key, key)) if isinstance(key, list) else key
 
 
 def _text(item: object) -> list[str]:

@@ -242,6 +242,40 @@ def in_worker_nested(num_replicas):
     return [*found, float(twice(dataset))]
 
 
+def in_worker_tensors(num_replicas):
+    """Loops over a tensor, and branches on one, also in a replica."""
+    import tensorflow as tf
+
+    s = strategy(num_replicas)
+
+    def positive_sum(x):
+        if tf.reduce_sum(x) < 8:
+            return tf.zeros((), x.dtype)
+        return tf.reduce_sum(x)
+
+    @kdist.function
+    def two_steps(iterator):
+        total = 0.0
+        for _ in tf.range(3):
+            batch = iterator.get_next_as_optional()
+            if not batch.has_value():
+                break
+            total += s.reduce("SUM", s.run(positive_sum, (batch.get_value(),)), axis=None)
+        return total
+
+    rows = tf.data.Dataset.from_tensor_slices(np.arange(40, dtype="float32")).batch(8)
+    iterator = iter(s.experimental_distribute_dataset(rows))
+    return [float(two_steps(iterator)) for _ in range(3)]
+
+
+@pytest.mark.kills(function_without_autograph_for_tensors="[2-replicas-on-1-tensorflow]")
+@each_cluster_of("tensorflow")
+def test_python_control_flow_on_tensors(backend, num_workers, num_replicas):
+    first = sum(part.sum() for part in np.array_split(np.arange(8), num_replicas) if part.sum() >= 8)
+    for found in on_workers(backend, num_workers, num_replicas, in_worker_tensors):
+        assert found == [first + sum(range(8, 24)), sum(range(24, 40)), 0]
+
+
 @pytest.mark.kills("nested_function_loses_its_options")
 @each_cluster_of("tensorflow")
 def test_compiled_functions_in_compiled_functions(backend, num_workers, num_replicas):

@@ -136,9 +136,10 @@ def local_index(runtime: TensorFlowCore) -> int:
 def function(fn: Callable[..., _Result], **options: object) -> Callable[..., _Result]:
     """Returns a `tf.function` that is traced for few shapes.
 
-    It uses AutoGraph only if the user asks for it or the function loops over a distributed dataset. Other
-    `if` and `for` statements run in Python, as on other backends. Inside a replica, it calls `fn` directly.
+    It uses AutoGraph only if the user asks for it, or if tracing fails without it: if the function loops over a
+    distributed dataset or a tensor, or branches on a tensor. Inside a replica, it calls `fn` directly.
     """
+    needs_autograph = (iteration.LoopInGraphError, tf.errors.OperatorNotAllowedInGraphError)
 
     def compile(autograph: bool) -> tf.types.experimental.PolymorphicFunction:
         return tf.function(fn, **{"reduce_retracing": True, "autograph": autograph, **options})
@@ -155,7 +156,7 @@ def function(fn: Callable[..., _Result], **options: object) -> Callable[..., _Re
             # Part of the function that is being traced: a separate graph could not write variables in a loop.
             try:
                 return converted(fn)(*args, **kwargs)
-            except iteration.LoopInGraphError:
+            except needs_autograph:
                 compiled, loops = compile(autograph=True), True
         # Collectives run in this call, and not in the Python code that requested them during tracing.
         joined = joined_strategy()
@@ -165,7 +166,7 @@ def function(fn: Callable[..., _Result], **options: object) -> Callable[..., _Re
         ):
             try:
                 return compiled(*args, **kwargs)
-            except iteration.LoopInGraphError:
+            except needs_autograph:
                 compiled, loops = compile(autograph=True), True
             return compiled(*args, **kwargs)
 
