@@ -111,7 +111,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._check_epochs(epochs := self.params.get("epochs"))
         epoch, step = self._progress.epoch, self._progress.step
         if path is not None and self._progress.runtime.worker_index == 0:
-            if self._progress.has_stopped or epoch == epochs:
+            if self._progress.has_stopped or (epochs is not None and epoch >= epochs):
                 why = "the backup %s is from the end of the training, epoch %d, so `fit` trains nothing. "
                 notice(f"{why}To train again, delete the directory.", path, epoch)
             else:
