@@ -23,8 +23,11 @@ def gan(backend: str) -> Any:
             super().__init__()
             self.discriminator, self.generator = discriminator, generator
             self.d_loss, self.g_loss = keras.metrics.Mean(name="d_loss"), keras.metrics.Mean(name="g_loss")
-            self.d_optimizer = keras.optimizers.SGD(0.25)
-            self.g_optimizer = keras.optimizers.Adam(0.02) if backend != "jax" else None
+            scale = 4.0 if backend == "torch" else None
+            self.d_optimizer = keras.optimizers.SGD(0.25, loss_scale_factor=scale)
+            self.g_optimizer = (
+                keras.optimizers.Adam(0.02, loss_scale_factor=scale) if backend != "jax" else None
+            )
             self.built = backend != "tensorflow"  # all backends except TensorFlow check it
 
         @property
@@ -69,24 +72,22 @@ def gan(backend: str) -> Any:
 
             real, noise = data
             d_loss = self.loss_of_discriminator(self.discriminator, self.generator, real, noise)
-            self.zero_grad()
-            d_loss.backward()
-            self._apply(self.d_optimizer, self.discriminator)
             g_loss = self.loss_of_generator(self.discriminator, self.generator, noise)
-            self.zero_grad()
-            g_loss.backward()
-            self._apply(self.g_optimizer, self.generator)
+            # Both losses are scaled before the first update.
+            scaled = self.g_optimizer.scale_loss(g_loss), self.d_optimizer.scale_loss(d_loss)
+            networks = self.generator, self.discriminator
+            gradients = [self._gradients(*pair) for pair in zip(scaled, networks, strict=True)]
             with torch.no_grad():
+                self.g_optimizer.apply(gradients[0], self.generator.trainable_weights)
+                self.d_optimizer.apply(gradients[1], self.discriminator.trainable_weights)
                 self.d_loss.update_state(d_loss)
                 self.g_loss.update_state(g_loss)
             return self.logs()
 
-        def _apply(self, optimizer: Any, network: Any) -> None:
-            import torch
-
-            weights = network.trainable_weights
-            with torch.no_grad():
-                optimizer.apply([w.value.grad for w in weights], weights)
+        def _gradients(self, loss: Any, network: Any) -> Any:
+            self.zero_grad()
+            loss.backward()
+            return [w.value.grad.clone() for w in network.trainable_weights]
 
     class Jax(GAN):
         """A GAN with one optimizer, because on JAX the state of a step in Keras contains only one optimizer."""

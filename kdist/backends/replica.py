@@ -95,6 +95,7 @@ class Replica(ReplicaContext):
         self.scope: Any = None  # the replica's `ReplicaScope`
         self.global_values: dict[int, object] = {}
         self.loss_is_weighted = False
+        self.scaling: set[keras.Optimizer] = set()  # the optimizers that scaled a loss in this step
         self.log: list[tuple[str, object, str]] = []
         self.kept_gradients: KeptInReplicas | None = None
         self._num_replicas = num_replicas

@@ -38,6 +38,8 @@ class Optimizers:
 
     def reduced(self, optimizer: keras.optimizers.Optimizer) -> tuple[object, ...]:
         """Returns the reduced form of an optimizer. Sends a built optimizer to the servers first."""
+        if hasattr(optimizer, "optimizers"):  # a `MultiOptimizer`, whose optimizers run on the servers
+            return keras_hooks.reduced(optimizer)
         _check(optimizer)
         number = self._numbers.setdefault(optimizer, next(self._unused))
         self._by_number[number] = optimizer

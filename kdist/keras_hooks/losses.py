@@ -49,17 +49,21 @@ def hook_losses() -> None:
         original: Callable[..., Tensor],
         values: Tensor,
         sample_weight: Tensor | None = None,
-        *args: object,
-        **kwargs: object,
+        mask: Tensor | None = None,
+        reduction: str = "sum_over_batch_size",
+        dtype: str | None = None,
     ) -> Tensor:
         replica = running_model_replica()
-        if replica is None or sample_weight is None or len(values.shape) > 0:
-            return original(values, sample_weight, *args, **kwargs)
-        # Keras multiplies a scalar loss by the mean weight. The mean must be over all rows.
-        import keras
+        is_plain = sample_weight is None and mask is None
+        if replica is None or is_plain or len(values.shape) > 0:
+            return original(values, sample_weight, mask, reduction, dtype)
+        # Keras multiplies a scalar loss by the mean of weights and mask. The mean must be over all rows.
+        from keras import ops
 
-        factor = original(keras.ops.ones_like(values), sample_weight, *args, **kwargs)
-        return values * replica.mean_over_rows([factor])[0]
+        values = ops.convert_to_tensor(values, dtype)
+        factor = original(ops.ones_like(values), sample_weight, mask, reduction, dtype)
+        # On PyTorch, Keras reduces several float64 values to float32, but returns a single one unchanged.
+        return values * replica.mean_over_rows([ops.cast(factor, values.dtype)])[0]
 
     def scaled(original: Callable[..., Tensor], value: Tensor, *, up: bool) -> Tensor:
         replica = running_replica()

@@ -97,7 +97,7 @@ def hook_optimizers() -> None:
         replica.applying = True  # the optimizer inside a LossScaleOptimizer must not sum again
         try:
             variables = trainable_variables or self._trainable_variables
-            grads = _sum_gradients(replica, list(grads), list(variables))
+            grads = _sum_gradients(replica, self, list(grads), list(variables))
 
             def apply_sums() -> object:
                 if not self.built and replica.divides_variables:
@@ -122,7 +122,10 @@ def hook_optimizers() -> None:
     def scale_loss(original: Callable[..., Tensor], self: keras.Optimizer, loss: Tensor) -> Tensor:
         scaled = original(self, loss)
         replica = running_replica()
-        return scaled if replica is None or scaled is loss else replica.weight_loss(scaled)
+        if replica is None or scaled is loss:
+            return scaled
+        replica.scaling.add(self)
+        return replica.weight_loss(scaled)
 
     def from_reference(
         original: Callable[..., keras.Variable],
@@ -247,8 +250,11 @@ def _marked(grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
 
 
 def _sum_gradients(
-    replica: RunningReplica, grads: list[Any], variables: list[keras.Variable]
+    replica: RunningReplica, optimizer: keras.Optimizer, grads: list[Any], variables: list[keras.Variable]
 ) -> list[Tensor | None]:
+    # Other optimizers may scale their losses before this one is applied. `MultiOptimizer` scales for its optimizers.
+    scaling = [one for each in replica.scaling for one in (each, *getattr(each, "optimizers", ()))]
+    replica.loss_is_weighted = optimizer in scaling
     present = [i for i, gradient in enumerate(grads) if gradient is not None]
     sums = replica.sum_gradients([grads[i] for i in present], [variables[i] for i in present])
     for i, total in zip(present, sums, strict=True):

@@ -191,7 +191,8 @@ def arriving(strategy: StrategyLike | None) -> Iterator[None]:
 def _rename_keys(optimizer: keras.optimizers.Optimizer) -> None:
     places, variables = optimizer._trainable_variables_indices, optimizer._trainable_variables
     keys = {key: optimizer._var_key(variables[place]) for key, place in places.items()}
-    for name in ("_trainable_variables_indices", "_weight_decay_by_var_key"):  # the second is from Keras 3.16
+    # The second is from Keras 3.16, the third is from `MultiOptimizer`.
+    for name in ("_trainable_variables_indices", "_weight_decay_by_var_key", "_var_to_optimizer_idx"):
         if hasattr(optimizer, name):
             setattr(optimizer, name, {keys[key]: value for key, value in getattr(optimizer, name).items()})
     if excluded := getattr(optimizer, "_exclude_from_weight_decay", None):

@@ -30,6 +30,7 @@ class RunningReplica(Protocol):
     is_model_step: bool
     rows: Rows
     loss_is_weighted: bool
+    scaling: set[keras.Optimizer]
     applying: bool
     scope: Any
 

@@ -111,6 +111,17 @@ def ema_overwrite() -> Numbers:
     return _train(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=2))
 
 
+@case("several optimizers in one (`MultiOptimizer`), also with `loss_scale_factor`")
+def several_optimizers() -> Numbers:
+    found: Numbers = {}
+    for scale in (None, 8.0):
+        of_biases = {".*/bias": keras.optimizers.Adam(0.05)}
+        by_path = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1), of_biases)
+        numbers = a.train(keras.optimizers.MultiOptimizer(by_path, loss_scale_factor=scale))
+        found |= {f"scale {scale} {name}": value for name, value in numbers.items()}
+    return found
+
+
 @case("loss scaling", rtol=1e-5)
 def loss_scaling() -> Numbers:
     return _train(
