@@ -66,7 +66,7 @@ _HOME = {name: module for module, names in _CONTENTS.items() for name in names}
 # Keras's own methods call these handlers for a model that was created under a strategy.
 handlers.register(
     {
-        "kdist.training.batches": ("refuse_distributed",),
+        "kdist.training.batches": ("refuse_distributed", "refuse_to_adapt"),
         "kdist.training.methods": (
             "fit",
             "evaluate",

@@ -33,6 +33,7 @@ Outside a kdist strategy the hooks do nothing: models that are created there beh
 - `Embedding.call` on TensorFlow and JAX: looks up single rows of a table that is on parameter servers.
 - `BatchNormalization(synchronized=True)` and `moments`: Keras refuses `synchronized` outside TensorFlow. On
   JAX, each layer needs one collective per direction.
+- `adapt` of `Normalization` and other layers: refuses distributed datasets, because Keras reads the worker's rows only.
 
 `make test-nightly` reports which name is missing when a new Keras breaks a hook.
 """
@@ -175,4 +176,5 @@ def install(native_moments: bool) -> None:
         optimizers.hook_optimizers()
         seeds.hook_seeds()
         layers.hook_batch_normalization(native_moments)
+        layers.hook_adapt()
         _installed = True

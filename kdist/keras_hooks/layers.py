@@ -1,4 +1,4 @@
-"""Batch normalization over all replicas, embeddings, and PyTorch modules inside Keras models."""
+"""Batch normalization over all replicas, embeddings, `adapt`, and PyTorch modules inside Keras models."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from kdist import handlers
 from kdist.keras_hooks.wrapping import replace, running_model_replica, running_replica, wrap
 
 if TYPE_CHECKING:
@@ -110,3 +111,15 @@ def hook_batch_normalization(native: bool) -> None:
     wrap(keras.layers.BatchNormalization, "__init__", init)
     wrap(keras.layers.BatchNormalization, "_moments", masked_moments)
     hook_moments(moments)
+
+
+def hook_adapt() -> None:
+    """Makes `adapt` refuse distributed datasets: each worker would adapt a layer to its own rows."""
+    import keras
+
+    def adapt(original: Function, self: keras.Layer, data: object, *args: object, **kwargs: object) -> object:
+        handlers.call("refuse_to_adapt", self, data)
+        return original(self, data, *args, **kwargs)
+
+    for name in ("Normalization", "Discretization", "TextVectorization", "StringLookup", "IntegerLookup"):
+        wrap(getattr(keras.layers, name), "adapt", adapt)

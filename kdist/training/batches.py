@@ -23,7 +23,7 @@ from kdist.data.input_options import InputOptions
 from kdist.data.reading import read_global
 from kdist.data.sources import is_infinite, torch_loader
 from kdist.data.sources.iterables import IteratorSource
-from kdist.errors import InvalidArgumentError, StrategyScopeError
+from kdist.errors import DatasetError, InvalidArgumentError, StrategyScopeError
 from kdist.training import generator_states
 from kdist.training.data_position import TAKEN, DataPosition
 
@@ -312,4 +312,14 @@ def refuse_distributed(model: keras.Model, method: str, *data: object) -> None:
             f"`{method}` received a distributed dataset, but the model was created outside the scope of a strategy.",
             received={"model": model.name, "dataset": data[0]},
             hint="Create and compile the model inside `with strategy.scope():`.",
+        )
+
+
+def refuse_to_adapt(layer: keras.Layer, data: object) -> None:
+    """Raises an error if a layer would adapt to a distributed dataset."""
+    if isinstance(data, DistributedDataset):
+        raise DatasetError(
+            "`adapt` received a distributed dataset, so each worker would adapt the layer to its own rows.",
+            received={"layer": layer.name, "dataset": data},
+            hint="Pass the dataset that you distributed: `layer.adapt(dataset)`.",
         )

@@ -337,6 +337,8 @@ def test_errors_reach_all_workers(backend, what):
 
 
 def in_worker_fit_outside():
+    import keras
+
     import kdist
 
     dataset = strategy().experimental_distribute_dataset(in_batches(*make_data(8), (4, 4)))
@@ -344,9 +346,15 @@ def in_worker_fit_outside():
         new_model(False).fit(dataset, verbose=0)
     with pytest.raises(ValueError, match="`y` cannot be combined with a distributed dataset"):
         new_model().fit(dataset, np.ones(3), verbose=0)
+    for layer in (keras.layers.Normalization(), keras.layers.IntegerLookup()):
+        with pytest.raises(
+            kdist.errors.DatasetError, match="each worker would adapt the layer to its own rows"
+        ):
+            layer.adapt(dataset)
     return [thread.name for thread in threading.enumerate() if thread.name == "kdist prefetch"]
 
 
+@pytest.mark.kills(layers_adapt_to_the_rows_of_a_worker="[torch]")
 @each_backend
 def test_a_model_from_outside_and_no_thread_left(backend):
     assert run(backend, NUM_WORKERS, in_worker_fit_outside) == [[], []]
