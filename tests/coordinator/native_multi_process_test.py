@@ -137,6 +137,7 @@ print(json.dumps([int(count), int(model.optimizer.iterations), accuracy]))
     assert result_of(script)[2] > 0.95
 
 
+@pytest.mark.kills("scheduled_without_autograph")
 @pytest.mark.in_turn(4)
 def test_errors_of_closures_are_their_own_and_a_lost_server_is_named(job):
     script = job.coordinate(
@@ -150,6 +151,17 @@ try:
     coordinator.join()
 except KeyError as error:
     print("raised", error, flush=True)
+
+@kdist.function
+def branches(x):
+    total = 0.0
+    for _ in tf.range(2):
+        total += 1.0
+    if total > x:
+        return total
+    return tf.cast(count, tf.float32) + x
+results = [coordinator.schedule(branches, args=(tf.constant(number),)) for number in (1.0, 3.0)]
+print("branches", *map(float, coordinator.fetch(results)), flush=True)
 coordinator.fetch(coordinator.schedule(step, args=(iterator,)))
 print("trains", flush=True)
 try:
@@ -164,7 +176,7 @@ except kdist.errors.WorkerLostError as error:
     killed = time.time()
     job.kill("ps", 1)
     message, noticed = result_of(script)
-    assert "raised 'own'" in script.stdout()
+    assert "raised 'own'" in script.stdout() and "branches 2.0 3.0" in script.stdout()
     assert f"ps 1 ({job.spec['ps'][1]})" in message
     assert "BackupAndRestore" in message
     assert noticed - killed < 20

@@ -113,9 +113,12 @@ class Compiled:
             self.plan, messages = scope.effects()
             return outputs, messages
 
-        self.program = tf.function(flat, autograph=False).get_concrete_function(
-            tf.TensorSpec([], tf.int32), *signature.specs
-        )
+        specs = tf.TensorSpec([], tf.int32), *signature.specs
+        try:
+            self.program = tf.function(flat, autograph=False).get_concrete_function(*specs)
+        except tf.errors.OperatorNotAllowedInGraphError:  # as in `kdist.function`
+            python_function = tf.autograph.to_graph(python_function)
+            self.program = tf.function(flat, autograph=False).get_concrete_function(*specs)
         """Takes the index of a worker and tensors. Returns the outputs, and the messages to servers."""
 
     def _outputs(self, result: object) -> list[tf.Tensor]:
