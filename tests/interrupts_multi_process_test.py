@@ -62,7 +62,6 @@ def wait_until_it_rests(pid):
         time.sleep(0.02)
 
 
-@pytest.mark.kills(torch_exit_waits_after_ctrl_c="[RING]")
 @pytest.mark.parametrize("implementation", ["AUTO", "RING"])  # shared memory, and gloo
 @pytest.mark.in_turn(4)
 def test_ctrl_c_does_not_wait_for_a_stopped_worker(implementation, tmp_path):

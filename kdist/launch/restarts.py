@@ -91,9 +91,7 @@ class Job:
     asked: str | int = "auto"  # the number of workers that the user requested
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     _starts: int = dataclasses.field(default=0, init=False)
-    _others: set[int] = dataclasses.field(
-        default_factory=set, init=False
-    )  # processes that are not of the job
+    _others: set[int] = dataclasses.field(default_factory=set, init=False)  # processes from before the job
     _counted: int = dataclasses.field(default=0, init=False)  # restarts that count against `max_restarts`
     _times_early: int = dataclasses.field(default=0, init=False)  # in a row, when a worker was preempted
 

@@ -393,7 +393,6 @@ def seeded_after_a_probe() -> Any:
     return counts
 
 
-@pytest.mark.kills("data_shuffles_of_a_seed_of_the_worker_s_own")
 def test_a_probe_leaves_the_workers_shuffles_alike():
     for counts in run("tensorflow", 2, seeded_after_a_probe):
         np.testing.assert_allclose(counts, np.full((2, ROWS), 2.0), rtol=1e-6)
