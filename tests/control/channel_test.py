@@ -134,9 +134,11 @@ def test_a_chief_that_leaves_before_all_messages_came_ends_the_wait() -> None:
 def test_the_cause_is_named_and_not_the_workers_that_it_took_along() -> None:
     with channels(4) as workers:
         workers[1].leave(Loss(loss_reasons.LOST_ANOTHER, "it lost another worker"))
+        within(lambda: 1 in workers[0].lost)
         workers[2].leave(Loss(loss_reasons.ENDED, "it ended before the others"))
+        within(lambda: 2 in workers[0].lost)
         workers[3].leave(Loss(loss_reasons.HUNG, "it hung at step 3 of epoch 1"))
-        within(lambda: len(workers[0].lost) == 3)
+        within(lambda: 3 in workers[0].lost)
         assert workers[0].wait_for_loss(0) == {3: "it hung at step 3 of epoch 1"}
         with pytest.raises(WorkerLostError, match="worker 3: it hung at step 3 of epoch 1"):
             workers[0].gather(b"")
