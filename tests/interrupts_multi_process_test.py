@@ -20,6 +20,16 @@ from tests.helpers.scripts import RUN, TRAINS, Script, environments_of, started
 
 # The workers must end long before the heartbeat timeout, because after it they would end in any case.
 SECONDS, HEARTBEAT = 30.0, 120.0
+# Worker 1 stops before a step, so that worker 0 waits in a collective of this step.
+STOPS = TRAINS.replace(
+    "    def on_train_batch_end",
+    """    def on_train_batch_begin(self, batch, logs=None):
+        if batch == 21 and strategy.runtime.worker_index == 1:
+            os.kill(os.getpid(), 19)
+
+    def on_train_batch_end""",
+)
+assert STOPS != TRAINS
 PATIENT = {"KDIST_HEARTBEAT_TIMEOUT": str(HEARTBEAT)}
 LINES = 200  # on stderr: a traceback and its cause, without many other messages
 
@@ -64,10 +74,10 @@ def wait_until_it_rests(pid):
 
 @pytest.mark.parametrize("implementation", ["AUTO", "RING"])  # shared memory, and gloo
 @pytest.mark.in_turn(4)
+@pytest.mark.kills(torch_exit_waits_after_ctrl_c="[RING]")
 def test_ctrl_c_does_not_wait_for_a_stopped_worker(implementation, tmp_path):
     options = f"kdist.experimental.CommunicationOptions(implementation={implementation!r})"
-    stops = TRAINS.replace("# and then", "os.environ['RANK_HERE'] == '1' and os.kill(os.getpid(), 19)")
-    stops = stops.replace("Strategy()", f"Strategy(communication_options={options})")
+    stops = STOPS.replace("Strategy()", f"Strategy(communication_options={options})")
     with started(tmp_path, stops, environments_of("torch", **PATIENT)) as (interrupted, stopped):
         for script in (interrupted, stopped):
             script.wait_for("TRAINS")
@@ -80,10 +90,8 @@ def test_ctrl_c_does_not_wait_for_a_stopped_worker(implementation, tmp_path):
 
 @each_backend
 def test_ctrl_c_in_a_collective_is_a_keyboard_interrupt(backend, tmp_path):
-    # Worker 1 stops before the next step. Worker 0 receives Ctrl-C in a collective, which then fails.
-    stops = TRAINS.replace("# and then", "os.environ['RANK_HERE'] == '1' and os.kill(os.getpid(), 19)")
-    assert stops != TRAINS
-    with started(tmp_path, stops, environments_of(backend, **PATIENT)) as scripts:
+    # Worker 0 receives Ctrl-C in a collective, which then fails.
+    with started(tmp_path, STOPS, environments_of(backend, **PATIENT)) as scripts:
         for script in scripts:
             script.wait_for("TRAINS")
         interrupted, killed = scripts
