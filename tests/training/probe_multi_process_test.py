@@ -367,11 +367,13 @@ def test_the_environment_leaves_it_out(backend):
     assert run(backend, 1, coupled, "0", 1) == [[]]
 
 
-def seeded_after_a_probe() -> Any:
-    """Counts the visits of `fit` to each row of seeded datasets, made before and after a probe."""
+def seeded_after_a_probe(folder: str) -> Any:
+    """Counts the visits of `fit` to each row of seeded datasets, made before and after a probe and a checkpoint."""
     import keras
     import tensorflow as tf
     from tensorflow.python.eager import context
+
+    import kdist
 
     context.context()._seed = None  # as in a process without a seed
 
@@ -390,9 +392,11 @@ def seeded_after_a_probe() -> Any:
             model.compile(keras.optimizers.SGD(1.0), Sum(reduction="sum"))
         model.fit(dataset, epochs=2, verbose=0)
         counts.append(model.get_weights()[0].ravel().tolist())
+        kdist.Checkpoint(model=model).save(folder + "/saved")  # reads the random states
     return counts
 
 
-def test_a_probe_leaves_the_workers_shuffles_alike():
-    for counts in run("tensorflow", 2, seeded_after_a_probe):
+@pytest.mark.kills("shuffles_seeded_by_a_checkpoint")
+def test_a_probe_and_a_checkpoint_leave_the_workers_shuffles_alike(tmp_path):
+    for counts in run("tensorflow", 2, seeded_after_a_probe, str(tmp_path)):
         np.testing.assert_allclose(counts, np.full((2, ROWS), 2.0), rtol=1e-6)
