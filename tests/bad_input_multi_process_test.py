@@ -283,7 +283,7 @@ MISMATCHES = {
     "predict_on_batch": "shapes",
     "evaluate or predict": "called different methods",
     "evaluate or fit": "called different methods",
-    "save or fit": "called different methods",
+    "save or fit": "saving or restoring a checkpoint, at ",
     "fit or scope": "called different methods",
 }
 

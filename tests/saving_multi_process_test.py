@@ -259,12 +259,12 @@ print("SAVED", flush=True)
 """
 
 
-@pytest.mark.kills(saving_chief_does_not_stay="[jax]")
+@pytest.mark.kills(posts_of_the_chief_end_with_it="[jax]")
 @each_backend
 def test_the_last_line_of_a_script_saves_once_where_another_worker_comes_later(backend, tmp_path):
     with started(tmp_path, LAST_LINE, environments_of(backend)) as scripts:
         for script in scripts:
             script.wait(120)
             assert "SAVED" in script.stdout(), script.stderr()
-            assert "writes" not in script.stderr(), "the chief stays for those who still ask for its file"
+            assert "writes" not in script.stderr(), "the others find the post of a chief that has exited"
     assert (tmp_path / "model.keras").exists()

@@ -10,12 +10,10 @@ does not have all values.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import hashlib
 import json
 import os
-import sys
 import threading
 import time
 import zlib
@@ -41,8 +39,6 @@ _IMPATIENCE_SECONDS = 1.0
 # The limit for a write by the chief.
 _WRITING_SECONDS = 600.0
 _PAUSE = 0.02
-# At exit, the chief waits up to this long after its last save, so that other workers can read its posts.
-_STAY_SECONDS = 5.0
 
 _is_alone: ContextVar[bool] = ContextVar("kdist_saves_alone", default=False)
 _keeps_files: ContextVar[bool] = ContextVar("kdist_keeps_files", default=False)
@@ -143,8 +139,6 @@ class _Log:
         self._posts: list[_Post] = []
         self._mine: Counter[tuple[str, str]] = Counter()
         self._patience = PATIENCE_SECONDS
-        self._stays_until: float | None = None
-        self._last_seen = -1
 
     def announce(
         self, runtime: Runtime, wanted: tuple[str, str], write: Callable[[object], object]
@@ -160,29 +154,12 @@ class _Log:
             return result
         finally:
             _post(runtime, _key("saved", number), end)
-            if self._stays_until is None:
-                atexit.register(self._stay, runtime)  # runs before the connection is closed
-            self._stays_until = time.monotonic() + _STAY_SECONDS
-
-    def _stay(self, runtime: Runtime) -> None:
-        """Runs on the chief at exit: waits until the other workers have seen its last save."""
-        left = set(range(1, runtime.num_workers))
-        with contextlib.suppress(Exception):  # backends raise different errors when other workers have exited
-            while left and time.monotonic() < (self._stays_until or 0.0) and not hasattr(sys, "last_type"):
-                left = {
-                    i for i in left if runtime.group.look_up(_key("seen", self._num_posted - 1, i)) is None
-                }
-                time.sleep(_PAUSE if left else 0.0)
 
     def is_written(self, runtime: Runtime, wanted: tuple[str, str]) -> bool:
         """Runs on the other workers: waits for the chief's file, and returns whether this worker sees it."""
         with self._lock:
             try:
-                found, last = self._wait(runtime, wanted), len(self._posts) - 1
-                if last > self._last_seen:
-                    self._last_seen = last
-                    _post(runtime, _key("seen", last, runtime.worker_index), True)
-                return found
+                return self._wait(runtime, wanted)
             except Exception as error:  # backends raise different errors when the chief has exited
                 logs.logger.warning(
                     "worker %d writes its own copy of %s, because the chief (worker 0) does not respond. Read the log "
@@ -256,9 +233,9 @@ class _Log:
         self._patience = _IMPATIENCE_SECONDS
 
 
-def _key(event: str, *numbers: int) -> str:
-    """Returns the key of a post: "save" and "saved" with the number of a save, "seen" also with a worker."""
-    return "/".join(["kdist", event, *map(str, numbers)])
+def _key(event: str, number: int) -> str:
+    """Returns the key of a post: "save" before the chief writes a file, "saved" after it."""
+    return f"kdist/{event}/{number}"
 
 
 def _post(runtime: Runtime, key: str, value: object) -> None:

@@ -137,17 +137,18 @@ def test_a_failure_is_raised_with_its_cause(nothing_stays, tmp_path):
 @needs_ray
 @pytest.mark.parametrize("victim", ["worker", "actor"])
 def test_a_killed_worker(nothing_stays, victim, tmp_path):
-    started = tmp_path / "started"
+    exiting = tmp_path / "pid"
 
     def work():
         if os.environ["RANK"] == "0":
-            started.touch()
-            time.sleep(0.2)
+            if victim == "worker":  # until the parent of the other worker has noticed its exit
+                while not exiting.exists() or os.path.exists(f"/proc/{exiting.read_text() or 'self'}"):
+                    time.sleep(0.01)
+                time.sleep(0.2)
             os.kill(os.getpid() if victim == "worker" else os.getppid(), signal.SIGKILL)
         elif victim == "worker":  # exits first, and blames worker 0
-            while not started.exists():
-                time.sleep(0.01)
             print("The job lost worker 0", file=sys.stderr)
+            exiting.write_text(str(os.getpid()))
             os._exit(1)
         time.sleep(100)
 

@@ -184,7 +184,6 @@ def in_worker_forms(num_replicas, kinds, functions):
     function_in_a_function_is_separate="[2-replicas-on-1-tensorflow]",
     function_loops_go_on_with_the_first_pass="[2-replicas-on-1-tensorflow]",
     jax_function_traced_first="[3-replicas-on-1-jax]",
-    jax_programs_of_different_shapes="[2-replicas-on-2-jax]",
 )
 @each_cluster
 def test_every_form_of_the_loop(backend, num_workers, num_replicas):
@@ -207,6 +206,10 @@ def in_worker_nested(num_replicas):
         if tf.reduce_sum(x) > 0:  # AutoGraph compiles the branch
             return x * 2
         return x * 3
+
+    @kdist.function(input_signature=[tf.TensorSpec((), "float32")])
+    def converted(x):
+        return tf.zeros((), x.dtype) + x
 
     def new_epoch():
         @kdist.function
@@ -239,6 +242,7 @@ def in_worker_nested(num_replicas):
         float(kdist.function(lambda d: epochs[0](d))(dataset)),
         float(tf.function(lambda d: epochs[1](d))(dataset)),
     ]
+    found.append(float(kdist.function(lambda: converted(7))()))
     return [*found, float(twice(dataset))]
 
 
@@ -280,7 +284,7 @@ def test_python_control_flow_on_tensors(backend, num_workers, num_replicas):
 @each_cluster_of("tensorflow")
 def test_compiled_functions_in_compiled_functions(backend, num_workers, num_replicas):
     for found in on_workers(backend, num_workers, num_replicas, in_worker_nested):
-        assert found == [2, -3, 3, -2, 3, -2, 2, -3, 28, 28, 56]
+        assert found == [2, -3, 3, -2, 3, -2, 2, -3, 28, 28, 7, 56]
 
 
 def check_forms(backend, num_workers, num_replicas, kinds, functions):
