@@ -153,6 +153,8 @@ class Peer:
             except CallFailed as error:
                 answer.cancel()
                 raise CallFailed(f"{self.name}: {error}") from None
+            if "is_new" in found:  # the process that began the session has exited
+                raise self.lost()
             if "failed" in found:
                 raise CallFailed(f"{self.name}: {found['failed']}")
             self.received += sum(part.nbytes for part in parts)

@@ -130,6 +130,7 @@ def test_fit_takes_each_step_once_although_a_worker_is_lost(backend: str, tmp_pa
     assert found["loss"] == pytest.approx(np.mean(y[:, 0] * (x @ kernel + bias)), rel=1e-5)
 
 
+@pytest.mark.kills(servers_worker_restarted_while_idle="[torch]")
 @each_backend_in_twelve_turns
 def test_a_loop_trains_and_a_killed_worker_is_replaced(backend: str, tmp_path: Path) -> None:
     source = f"""
@@ -159,6 +160,14 @@ def test_a_loop_trains_and_a_killed_worker_is_replaced(backend: str, tmp_path: P
     coordinator.join()
     assert coordinator.done()
     tell(steps=int(np.array(counter)))
+    print("idle", flush=True)
+    from tests.helpers.scripts import wait_until
+
+    wait_until(lambda: os.path.exists("restarted"))
+    for _ in range(20):
+        coordinator.schedule(step, args=(iterator,))
+    coordinator.join()
+    tell(steps=int(np.array(counter)))
     """
     with cluster(backend, tmp_path) as tasks:
         chief = tasks.coordinate(source)
@@ -166,11 +175,17 @@ def test_a_loop_trains_and_a_killed_worker_is_replaced(backend: str, tmp_path: P
         tasks.kill("worker", 0)
         chief.wait_for("replace")
         tasks.start_task("worker", 0)
+        chief.wait_for("idle")
+        for index in range(2):  # no call to them fails
+            tasks.kill("worker", index)
+            tasks.start_task("worker", index)
+            tasks.tasks["worker", index].wait_for("ready")
+        (tmp_path / "restarted").touch()
         assert chief.wait() == 0, chief.stderr()
-        *epochs, last = facts(chief)
+        *epochs, replaced, last = facts(chief)
     assert [one["steps"] for one in epochs] == [one["iterations"] for one in epochs] == [60, 120, 180, 240]
     assert epochs[-1]["accuracy"] > 0.95
-    assert last["steps"] == 260
+    assert [replaced["steps"], last["steps"]] == [260, 280]
 
 
 @pytest.mark.kills(servers_end_of_a_workers_dataset="[torch]", servers_take_an_error_for_the_end="[torch]")
