@@ -205,6 +205,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader, for example `head`, has read enough. Python would fail again when it flushes the output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:  # for example without free file descriptors, or in a deleted directory
+        logs.logger.debug("The error in full:", exc_info=True)
+        print(f"kdist {options.command}: The operating system reports an error: {error}", file=sys.stderr)
+        return 1
 
 
 def _run(options: argparse.Namespace) -> int:

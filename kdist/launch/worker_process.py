@@ -10,7 +10,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from kdist.cluster import timeouts
@@ -76,10 +76,11 @@ class WorkerProcess:
         self.started_at = time.monotonic()
         logs: list[Sink] = []
         if self.log_file:
-            mode = "a" if self.append else "w"
-            os.makedirs(os.path.dirname(self.log_file), exist_ok=True)  # may be deleted before a restart
-            self._log = open(self.log_file, mode, encoding="utf-8")  # noqa: SIM115  # closed with the worker
-            logs = [Sink(self._log)]
+            with self._saying_of_log():
+                os.makedirs(os.path.dirname(self.log_file), exist_ok=True)  # may be deleted before a restart
+                mode = "a" if self.append else "w"
+                self._log = open(self.log_file, mode, encoding="utf-8")  # noqa: SIM115  # closed with the worker
+                logs = [Sink(self._log)]
         eager = (self.plan.index == 0 and not self.plan.helps) or not self.prefix
         out_read, out_write = self._open_stdout(eager)
         err_read, err_write = os.pipe()
@@ -187,8 +188,17 @@ class WorkerProcess:
             os.close(self.pidfd)
             self.pidfd = None
         if self._log is not None:
-            self._log.close()
+            with self._saying_of_log():
+                self._log.close()  # writes what a full disk has refused
             self._log = None
+
+    @contextlib.contextmanager
+    def _saying_of_log(self) -> Iterator[None]:
+        """Reports an error of the log file, for example a full disk, which must not end the job."""
+        try:
+            yield
+        except OSError as error:
+            self.err.say(f"kdist: the log {self.log_file} is incomplete: {error.strerror}.")
 
 
 def _open_terminal(margin: int) -> tuple[int, int]:

@@ -63,6 +63,16 @@ def test_the_job_starts_again_without_its_log_directory(run, tmp_path):
     assert code == 0 and "START 1" in (tmp_path / "logs" / "worker-0.log").read_text(), err
 
 
+@pytest.mark.kills("launch_fails_if_its_log_cannot_be_written")
+def test_the_job_goes_on_if_its_logs_cannot_be_written(run, tmp_path):
+    (tmp_path / "logs" / "worker-1.log").mkdir(parents=True)
+    (tmp_path / "logs" / "worker-0.log").symlink_to("/dev/full")
+    code, _, err = run("sys.exit(restart == 0)", "-n", "2", "--max-restarts", "1", "--log-dir", "logs")
+    assert code == 0 and "restart 1 of 1" in err
+    for index, why in enumerate(("No space left on device", "Is a directory")):
+        assert err.count(f"kdist: the log logs/worker-{index}.log is incomplete: {why}.") == 2, err
+
+
 @pytest.mark.kills("launch_restart_not_counted")
 def test_restarts_have_an_end(run):
     code, starts, err = run("if rank == 0: sys.exit(7)\ntime.sleep(60)", "-n", "2", "--max-restarts", "1")

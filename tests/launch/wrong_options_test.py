@@ -89,6 +89,14 @@ def test_an_unknown_backend_suggests_the_nearest(name, nearest, tmp_path, capsys
     assert f"kdist run --backend {nearest}, or export KERAS_BACKEND={nearest}\n" in capsys.readouterr().err
 
 
+@pytest.mark.kills("command_line_shows_tracebacks_of_the_system")
+def test_an_error_of_the_system_has_no_traceback(tmp_path, capsys):
+    (tmp_path / "worker-0.jsonl").mkdir()
+    assert main(["plot", str(tmp_path)]) == 1
+    err = capsys.readouterr().err
+    assert re.fullmatch(r"kdist plot: The operating system reports an error: .*Is a directory: .*\n", err)
+
+
 def test_the_script_may_have_any_options(tmp_path, capsys):
     script = tmp_path / "train.py"
     script.write_text("")
@@ -120,4 +128,4 @@ def test_a_reader_that_has_read_enough_is_not_an_error():
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()
         said = process.stderr.read()
-    assert process.returncode == 1 and "Traceback" not in said and "BrokenPipe" not in said, said
+    assert process.returncode == 1 and not said, said
