@@ -236,10 +236,8 @@ class Checkpoint:
         return state.strategy_of(self._objects) or current_strategy() or joined_strategy()
 
     def settle(self) -> None:
-        """Waits for an unfinished save on all workers. The next `save` or `wait` raises its error, if any."""
-        if self._serial in _open:
-            _open[self._serial].join()
-            gather_from(self.runtime(), None)
+        """Waits for unfinished saves on all workers. The next `save` or `wait` raises their errors, if any."""
+        settle_all(self.runtime())
 
     def sync(self) -> None:
         """Copies the state of models in training to their variables. On JAX, `fit` keeps it elsewhere."""
@@ -323,7 +321,7 @@ class Checkpoint:
 
 
 def settle_all(runtime: Runtime | None) -> None:
-    """Waits on all workers for saves of an interrupted `fit`, because the next `fit` may restore them."""
+    """Waits on all workers for saves of all objects, because the caller may restore them."""
     for save in _open.values():
         save.join()
     gather_from(runtime, None)

@@ -69,7 +69,7 @@ class GlobalBatches:
         )
         # Arrays are compared before the first step. Other data may end early on any worker.
         self._is_array = keras_hooks.num_array_rows(self.iterator) is not None
-        steps = arguments.get("steps_per_epoch")
+        self._steps = steps = arguments.get("steps_per_epoch")
         # Keras also takes all batches of an execution that begins in the epoch and ends after it.
         execution = arguments.get("steps_per_execution") or 1
         self._limit = -(-steps // execution) * execution * epochs if steps else None
@@ -192,7 +192,7 @@ class GlobalBatches:
 
     def position(self) -> dict[str, Any]:
         """Returns the position in the data for `go_to` in another process, as JSON."""
-        position = self._position.position() | {"batches": self._batches_of_a_pass()}
+        position = self._position.position() | {"batches": self._batches_of_a_pass(), "steps": self._steps}
         if self._distributed is not None:
             position |= {"taken": 0, "dataset": self._distributed.get_state()}
         return position
@@ -200,6 +200,15 @@ class GlobalBatches:
     def go_to(self, position: Mapping[str, Any], step: int) -> None:
         """Makes the next epoch resume at `position`, after `step` completed steps of the epoch."""
         self._warn_of_other_batches(position.get("batches") or {}, step or position["taken"])
+        if (steps := position.get("steps", self._steps)) != self._steps:
+            self._limit = None  # the position counts batches of epochs with another number of steps
+            if step and self.runtime.worker_index == 0:
+                logger.warning(
+                    "`steps_per_epoch` was %s in the backup, and is now %s. `fit` resumes after step %d of its epoch.\n"
+                    "To resume with the same epochs, pass the same `steps_per_epoch`.",
+                    *(steps, self._steps, step),
+                )
+            step = min(step, self._steps or step)
         self.reset()
         self._position.record()
         self._position.go_to(position, step)

@@ -143,38 +143,44 @@ def test_values_in_containers_are_restored_or_reported(tmp_path):
 
 
 def in_worker_written_after_the_next_step(folder):
-    """Saves, changes a variable before the save is written, and restores; returns old and new values."""
+    """Saves, changes a variable before it is written, and lets another object restore; returns old and new values."""
     import keras
 
     import kdist
     from kdist.checkpoint import writing
 
     stepped = threading.Event()
-    write_shard = writing.write_shard
+    write_shard, join = writing.write_shard, writing.Save.join
 
     def late(*args):
         assert stepped.wait(60)
         write_shard(*args)
 
+    def step_and_join(save):
+        stepped.set()
+        return join(save)
+
     weights = keras.Variable(np.random.rand(5))
     saved = keras.ops.convert_to_numpy(weights).copy()
     checkpoint = kdist.Checkpoint(weights=weights)
-    writing.write_shard = late
+    writing.write_shard, writing.Save.join = late, step_and_join
     try:
         path = checkpoint.save(folder)
         other = kdist.Checkpoint(other=1)
         assert os.path.basename(other.save(folder)) == "ckpt-2"  # the first number is taken already
         weights.assign(weights * 2)
-        stepped.set()
+        kdist.Checkpoint(weights=weights).restore(path)  # which only the other objects save
         checkpoint.wait()
         other.wait()
     finally:
-        writing.write_shard = write_shard
-    checkpoint.restore(path)
+        stepped.set()
+        writing.write_shard, writing.Save.join = write_shard, join
     return saved, keras.ops.convert_to_numpy(weights)
 
 
-@pytest.mark.kills(checkpoint_values_of_a_later_step="[torch]")
+@pytest.mark.kills(
+    checkpoint_values_of_a_later_step="[torch]", checkpoint_save_of_another_object_not_waited_for="[torch]"
+)
 @each_backend
 def test_a_save_in_the_background_writes_the_values_of_its_step(backend, tmp_path):
     ((saved, restored),) = run(backend, 1, in_worker_written_after_the_next_step, str(tmp_path))

@@ -101,9 +101,7 @@ def sums(under_strategy: bool) -> Any:
         keras.utils.set_random_seed(7)
         x = keras.Input((3,))
         hidden = Penalty()(x)
-        hidden = keras.layers.Dense(
-            4, "tanh", activity_regularizer=lambda outputs: ops.sum(ops.square(outputs))
-        )(hidden)
+        hidden = keras.layers.Dense(4, "tanh", activity_regularizer=lambda h: ops.sum(ops.square(h)))(hidden)
         hidden = Folds()(keras.layers.Dropout(0.0)(hidden))
         heads = {name: keras.layers.Dense(1, name=name)(hidden) for name in "abcde"}
         model = keras.Model(x, heads)
