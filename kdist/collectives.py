@@ -40,9 +40,7 @@ def broadcast(value: object, source: int = 0, strategy: StrategyLike | None = No
             received={"source": source, "num_workers": workers},
             hint=f"Pass a number from 0 to {workers - 1}.",
         )
-    if runtime is None or workers == 1:
-        return value
-    mine = value if runtime.worker_index == source else None
+    mine = value if runtime is None or runtime.worker_index == source else None
     return _as_tensors(_exchange(runtime, mine)[source])
 
 
@@ -68,10 +66,7 @@ def all_gather_object(value: object, strategy: StrategyLike | None = None) -> li
     >>> kdist.all_gather_object({"loss": 0.5})
     [{'loss': 0.5}]
     """
-    runtime = runtime_of(strategy)
-    if runtime is None or runtime.num_workers == 1:
-        return [value]
-    return _exchange(runtime, value)
+    return _exchange(runtime_of(strategy), value)
 
 
 def barrier(
@@ -118,9 +113,12 @@ def runtime_of(strategy: StrategyLike | None) -> Runtime | None:
     return None if chosen is None else chosen.runtime
 
 
-def _exchange(runtime: Runtime, value: object) -> list[Any]:
+def _exchange(runtime: Runtime | None, value: object) -> list[Any]:
     """Gathers a value from every worker. If one worker cannot send its value, all workers raise."""
     from kdist.arrays.row_exchange import decode
+
+    if runtime is None or runtime.num_workers == 1:
+        return [decode(_encoded(value))]  # copies with the types of a larger job, and its errors
 
     def failed(index: int, text: str) -> Exception:
         return InvalidArgumentError(
@@ -134,9 +132,6 @@ def _exchange(runtime: Runtime, value: object) -> list[Any]:
         return [decode(data) for data in runtime.group.all_gather_bytes(message)]
 
 
-_SUPPORTED = "Use numbers, strings, None and arrays, or lists, tuples and dictionaries of them."
-
-
 def _encoded(value: object) -> bytes:
     import keras
 
@@ -147,11 +142,7 @@ def _encoded(value: object) -> bytes:
         if leaf is None or isinstance(leaf, (bool, int, float, str)):
             return leaf
         if not hasattr(leaf, "shape"):
-            raise InvalidArgumentError(
-                "Cannot send the value to other workers: it contains an object of an unsupported type.",
-                received={"type": type(leaf).__name__},
-                hint=_SUPPORTED,
-            )
+            raise TypeError(f"The type is {type(leaf).__name__!r}.")
         return rows.to_host(leaf)
 
     try:
@@ -160,7 +151,7 @@ def _encoded(value: object) -> bytes:
         raise InvalidArgumentError(
             "Cannot send the value to other workers: it contains an object of an unsupported type.",
             received={"error": str(error).split("\n")[0][:200]},
-            hint=_SUPPORTED,
+            hint="Use numbers, strings, None and arrays, or lists, tuples and dictionaries of them.",
         ) from error
 
 

@@ -88,14 +88,37 @@ def test_a_barrier_with_a_timeout_says_which_it_was(backend, tmp_path):
     assert "'late'" in said and "0.5 s" in said
 
 
-def test_without_a_strategy_there_is_one_worker():
+def in_worker_alone():
+    """Returns values of a process without a cluster, first without a strategy, then with one."""
+    import keras
+
     import kdist
 
-    assert kdist.all_gather_object(3) == [3]
-    assert kdist.broadcast("x") == "x"
     kdist.barrier()
     with pytest.raises(kdist.errors.InvalidArgumentError, match="index of a worker"):
         kdist.broadcast(1, source=1)
+    results = []
+    for own in (None, strategy()):
+        x, v = np.ones(2, "float32"), keras.Variable(1.0)
+        sent = kdist.broadcast({"x": x, "name": "me"}, strategy=own)
+        gathered = kdist.all_gather_object([x, v, 3], strategy=own)
+        x += 1
+        v.assign(2.0)
+        types = [keras.ops.is_tensor(sent["x"]), *(type(leaf).__name__ for leaf in gathered[0])]
+        for send in (kdist.broadcast, kdist.all_gather_object):
+            with pytest.raises(kdist.errors.InvalidArgumentError, match="'set'"):
+                send({1, 2}, strategy=own)
+        results.append((host(sent), gathered, types))
+    return results
+
+
+@pytest.mark.kills(lone_worker_skips_the_exchange="[torch]")
+@each_backend
+def test_one_worker_gets_the_types_and_errors_of_several_workers(backend):
+    for sent, gathered, types in run(backend, 1, in_worker_alone)[0]:
+        assert sent["x"].tolist() == [1, 1] and sent["name"] == "me"
+        assert [np.asarray(leaf).tolist() for leaf in gathered[0]] == [[1, 1], 1, 3] and len(gathered) == 1
+        assert types == [True, "ndarray", "ndarray", "int"]
 
 
 def in_worker_create():

@@ -21,7 +21,7 @@ EXAMPLES = {
     if (number := sum(line.lstrip().startswith(">>> ") for line in path.read_text("utf-8").splitlines()))
 }
 # Modules that import Keras. This process must not import Keras.
-NEED_KERAS = ("kdist.data.numpy_dataset", "kdist.strategies.visualization")
+NEED_KERAS = ("kdist.collectives", "kdist.data.numpy_dataset", "kdist.strategies.visualization")
 MODULES = [
     f"{package.__name__}.{module.name}"
     for package in (kdist.cluster, kdist.launch, kdist.testing)
