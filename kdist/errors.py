@@ -153,6 +153,23 @@ def check_function(name: str, value: object, hint: str) -> None:
         raise InvalidArgumentError(f"`{name}` is not a function.", received={name: value}, hint=hint)
 
 
+def check_call(fn: object, args: object, kwargs: object, example: str) -> None:
+    """Raises an error unless these are a function and its arguments. `example` lacks its last parenthesis."""
+    check_function("fn", fn, f"Pass a function: {example})")
+    if not isinstance(args, (tuple, list)):
+        raise InvalidArgumentError(
+            "`args` is not a tuple of arguments.",
+            received={"args": type(args).__name__},
+            hint=f"Pass a tuple, with a comma after a single argument: {example})",
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InvalidArgumentError(
+            "`kwargs` is not a dictionary of keyword arguments.",
+            received={"kwargs": type(kwargs).__name__},
+            hint=f'Pass a dictionary: {example}, kwargs={{"training": True}})',
+        )
+
+
 def check_positive(name: str, value: object, hint: str) -> None:
     """Raises an error unless the value is a number above 0, so also for NaN."""
     if isinstance(value, bool) or not isinstance(value, SupportsFloat) or not float(value) > 0:

@@ -74,6 +74,9 @@ def _load(text: str | None) -> dict[str, Any]:
         raise _wrong("the value", f"is not JSON ({error})", text) from None
     if not isinstance(config, dict):
         raise _wrong("the value", "is not a JSON object", config)
+    for name in config if "cluster" not in config else ():
+        if name.lower() in ("cluster", *KNOWN_JOBS):
+            raise _wrong(f'["{name}"]', 'is not a field, and ["cluster"] is missing', config[name])
     return config
 
 

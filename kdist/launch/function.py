@@ -11,7 +11,7 @@ from kdist.errors import (
     InvalidArgumentError,
     LaunchError,
     WorkerTimeoutError,
-    check_function,
+    check_call,
     check_positive,
     check_whole,
 )
@@ -87,7 +87,7 @@ def launch(
     ```
     """
     logs.set_up()
-    check_function("fn", fn, "Pass a function: kdist.launch(train, num_workers=2)")
+    check_call(fn, args, kwargs, "kdist.launch(train, num_workers=2, args=(x,)")
     if timeout is not None:
         check_positive("timeout", timeout, "Pass a number of seconds, or None for no limit.")
     if on not in _PLACES:

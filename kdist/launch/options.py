@@ -79,7 +79,7 @@ def target(options: argparse.Namespace, example: str) -> list[str]:
     """Returns the script (with `-m`, the module) and its arguments.
 
     Raises:
-        InvalidArgumentError: If the script is missing or is Python itself. The message contains `example`.
+        InvalidArgumentError: If the script is missing, a notebook or Python itself. The message contains `example`.
     """
     rest = list(options.target)
     if rest[:1] == ["--"]:
@@ -96,6 +96,12 @@ def target(options: argparse.Namespace, example: str) -> list[str]:
             "The script to run is a Python interpreter, which kdist starts itself.",
             received={"script": rest[0]},
             hint=f"Pass only the script: {command}",
+        )
+    if rest[0].endswith(".ipynb"):  # Python reads most notebooks as one expression, without an error
+        raise InvalidArgumentError(
+            "The script to run is a notebook.",
+            received={"script": rest[0]},
+            hint=f"Convert it to a script first: jupyter nbconvert --to script {shlex.quote(rest[0])}",
         )
     if is_auto(options.num_workers) and rest[1:2] in (["-n"], ["--num-workers"]):
         logs.logger.warning(

@@ -8,7 +8,7 @@ from typing import Any
 
 from kdist.communication.options import hint_ignored
 from kdist.context import StrategyLike
-from kdist.errors import InvalidArgumentError, check_function
+from kdist.errors import InvalidArgumentError, check_call
 from kdist.values import regroup
 
 
@@ -52,19 +52,7 @@ def run(
     from kdist.strategies.reductions import check_components, require_cross_replica
 
     require_cross_replica("run")
-    check_function("fn", fn, "Pass a function: strategy.run(step, args=(batch,))")
-    if not isinstance(args, (tuple, list)):
-        raise InvalidArgumentError(
-            "`args` is not a tuple of arguments.",
-            received={"args": type(args).__name__},
-            hint="Pass a tuple, with a comma after a single argument: strategy.run(step, args=(batch,))",
-        )
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise InvalidArgumentError(
-            "`kwargs` is not a dictionary of keyword arguments.",
-            received={"kwargs": type(kwargs).__name__},
-            hint='Pass a dictionary: strategy.run(step, args=(batch,), kwargs={"training": True})',
-        )
+    check_call(fn, args, kwargs, "strategy.run(step, args=(batch,)")
     if options is not None and options != RunOptions():
         hint_ignored(
             f"options={options}", "these options are for TPUs on TensorFlow.", strategy.runtime.worker_index

@@ -32,6 +32,11 @@ WRONG = {
     "cluster is a list": (config(cluster=["h0:1"]), r'\["cluster"\]'),
     "cluster is text": (config(cluster="h0:1"), r'\["cluster"\]'),
     "unknown job": (config(cluster={"workers": WORKERS}), r'\["cluster"\]\["workers"\]'),
+    "cluster in another case": (
+        json.dumps({"Cluster": {"worker": WORKERS}}),
+        r'\["Cluster"\] is not a field',
+    ),
+    "jobs without cluster": (json.dumps({"worker": WORKERS}), r'\["worker"\] .* \["cluster"\] is missing'),
     "job is text": (config(cluster={"worker": "h0:1,h1:1"}), r'\["cluster"\]\["worker"\]'),
     "job is null": (config(cluster={"worker": None}), r'\["cluster"\]\["worker"\]'),
     "address is a number": (config(cluster={"worker": ["h0:1", 2]}), r'\["worker"\]\[1\]'),
@@ -86,6 +91,7 @@ WRONG = {
 }
 
 
+@pytest.mark.kills(cluster_at_another_place_ignored="[jobs without cluster]")
 @pytest.mark.parametrize("case", WRONG)
 def test_each_wrong_field_is_named(case):
     text, message = WRONG[case]

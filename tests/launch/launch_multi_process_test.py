@@ -107,6 +107,10 @@ def test_from_another_thread():
 def test_wrong_arguments():
     with pytest.raises(InvalidArgumentError, match="fn"):
         kdist.launch(3)
+    with pytest.raises(InvalidArgumentError, match="`args` is not a tuple"):
+        kdist.launch(print, args="x")
+    with pytest.raises(InvalidArgumentError, match="`kwargs` is not a dictionary"):
+        kdist.launch(print, kwargs=[("end", "")])
     with pytest.raises(InvalidArgumentError, match="number of workers"):
         kdist.launch(print, num_workers=0)
     with pytest.raises(InvalidArgumentError, match="timeout"):

@@ -269,11 +269,13 @@ def test_a_terminal_may_lack_characters(tmp_path):
     assert job.stdout.startswith("plan: 1 worker \\xd7 1 cpu")
 
 
+@pytest.mark.kills("notebook_runs_as_script")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["nosuch.py"], "The script 'nosuch.py' does not exist"),
         (["-m", "no_such_module"], "The module 'no_such_module' was not found"),
+        (["train.ipynb"], "jupyter nbconvert --to script train.ipynb"),
         ([], "The script to run is missing"),
         (["--backend", "numpy", __file__], "Choose one of tensorflow, jax, torch"),
         (["-n", "0", __file__], "number of workers"),

@@ -49,7 +49,7 @@ def request_cpus(devices: Sequence[str]) -> None:
     else:
         shown = _show_cpus(needed)
     if shown < needed:
-        raise too_late("JAX", needed, f'jax.config.update("jax_num_cpu_devices", {needed})')
+        raise too_late("JAX", needed, f'import jax; jax.config.update("jax_num_cpu_devices", {needed})')
 
 
 def _show_cpus(needed: int) -> int:
