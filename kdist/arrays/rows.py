@@ -70,7 +70,7 @@ def num_rows(batch: Structure) -> int:
         raise DatasetError(
             "The parts of the batch have different numbers of rows.",
             received={"rows": counts},
-            hint="Check what the dataset yields as x, y and sample_weight.",
+            hint="Yield the same number of rows in x, y and sample_weight.",
         )
     assert counts[0] is not None
     return counts[0]

@@ -76,7 +76,7 @@ def _gather_in_time(runtime: Runtime, mine: dict[str, object]) -> list[dict[str,
         raise WorkerTimeoutError(
             f"Some workers did not reach {mine['what']}. {error.problem}",
             received={"this_worker": runtime.worker_index, "waits_at": mine["site"]},
-            hint="Read the logs of the other workers: they show which code ran instead.",
+            hint="Read the logs of the other workers: they show the code that ran instead.",
         ) from error
     finally:
         late.cancel()

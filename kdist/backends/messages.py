@@ -115,8 +115,8 @@ def _check_subjects(said: Sequence[dict[str, Any]]) -> None:
                 f"Worker 0 and worker {index} called different methods.",
                 received={"worker_0": both[0], f"worker_{index}": both[1]},
                 hint="Call `fit`, `evaluate`, `predict`, `save`, `restore`, `scope` and the methods of strategies on "
-                "every worker, in the same order, and not only on the chief (`if strategy.cluster_resolver.task_id == "
-                "0:`). Also read sharded variables on every worker.",
+                "every worker, in the same order. Remove branches for the chief (`if strategy.cluster_resolver.task_id "
+                "== 0:`). Also read sharded variables on every worker.",
             )
 
 

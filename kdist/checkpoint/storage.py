@@ -287,7 +287,7 @@ def _connected(root: str, process: int) -> AbstractFileSystem:
         ) from error
     except ValueError as error:
         raise CheckpointError(
-            "Cannot use the URL, because fsspec does not know its protocol.",
+            "Cannot use the URL, because fsspec does not support its protocol.",
             received={"url": root, "error": str(error)},
             hint="Pass a path, or a URL such as s3://bucket/run, gs://bucket/run or az://container/run.",
         ) from error

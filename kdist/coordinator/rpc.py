@@ -202,7 +202,7 @@ class Peer:
             return ClusterConfigError(
                 f"{self.name} failed to authenticate with the secret of this job. Nothing was sent to it.",
                 hint="Set KDIST_CLUSTER_TOKEN to the same value for all tasks, as `kdist run` does. If the values are "
-                "equal, find out which process uses the port:\n"
+                "equal, find the process that uses the port:\n"
                 f"ss -ltnp 'sport = :{split_address(self.address)[1]}'",
             )
         if error.code() in (code.UNAVAILABLE, code.CANCELLED, code.DEADLINE_EXCEEDED):

@@ -103,10 +103,11 @@ def target(options: argparse.Namespace, example: str) -> list[str]:
             received={"script": rest[0]},
             hint=f"Convert it to a script first: jupyter nbconvert --to script {shlex.quote(rest[0])}",
         )
-    if is_auto(options.num_workers) and rest[1:2] in (["-n"], ["--num-workers"]):
+    option, equals, _ = (*rest, "")[1].partition("=")
+    if is_auto(options.num_workers) and option in ("-n", "--num-workers", "--nproc-per-node"):
         logs.logger.warning(
             "the script gets the options after its name: %s\nIf they are for kdist, write: kdist run %s %s",
-            *(" ".join(rest[1:]), " ".join(rest[1:3]), rest[0]),
+            *(" ".join(rest[1:]), " ".join(rest[1 : 2 if equals else 3]), rest[0]),
         )
     return rest
 

@@ -211,8 +211,8 @@ class Session:
             return
         if layers := keras_hooks.stateful_recurrent_layers(self.model):
             raise InvalidArgumentError(
-                "A recurrent layer with stateful=True cannot run on several replicas: its state has one row per row of "
-                "the global batch, but with this backend, a replica sees only its rows.",
+                "A recurrent layer with stateful=True cannot run on several replicas. Its state has one row per row of "
+                "the global batch. With this backend, a replica has only a part of these rows.",
                 received={"layers": layers, "replicas": self.runtime.num_replicas},
                 hint="Use the JAX backend (export KERAS_BACKEND=jax), or one device.",
             )

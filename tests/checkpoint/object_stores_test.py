@@ -234,7 +234,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError, match=r"Install no_such_package[\s\S]*pip install '.\[remote\]'"):
         kdist.latest_checkpoint("gone://bucket/run")
     for url in ("unknown://bucket/run", "simplecache::memory://run"):
-        with pytest.raises(CheckpointError, match="does not know its protocol"):
+        with pytest.raises(CheckpointError, match="does not support its protocol"):
             kdist.latest_checkpoint(url)
     assert command_line.main(["checkpoint", "show", "gone://bucket/run"]) == 1
     storage._connected.cache_clear()

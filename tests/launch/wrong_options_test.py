@@ -105,12 +105,13 @@ def test_the_script_may_have_any_options(tmp_path, capsys):
 
 
 @pytest.mark.kills("options_after_the_script_not_warned_about")
-def test_workers_that_the_script_gets_are_warned_about(tmp_path, capsys, caplog):
+@pytest.mark.parametrize("option", ["-n 2", "--num-workers=2", "--nproc-per-node 2"])
+def test_workers_that_the_script_gets_are_warned_about(option, tmp_path, capsys, caplog):
     script = tmp_path / "train.py"
     script.write_text("")
-    assert main(["run", "--dry-run", str(script), "-n", "2"]) == 0
+    assert main(["run", "--dry-run", str(script), *option.split(), "--epochs=1"]) == 0
     out, err = capsys.readouterr()
-    assert f"{script} -n 2\n" in out and f"kdist run -n 2 {script}" in err + caplog.text
+    assert f"{script} {option} --epochs=1\n" in out and f"kdist run {option} {script}" in err + caplog.text
 
 
 def test_an_option_that_the_help_does_not_list_is_accepted_and_not_suggested(tmp_path, capsys):
