@@ -150,7 +150,7 @@ def _encoded(value: object) -> bytes:
     except (DatasetError, TypeError) as error:
         raise InvalidArgumentError(
             "Cannot send the value to other workers: it contains an object of an unsupported type.",
-            received={"error": str(error).split("\n")[0][:200]},
+            received={"error": str(error).split("\n")[0].partition(". ")[0][:200]},
             hint="Use numbers, strings, None and arrays, or lists, tuples and dictionaries of them.",
         ) from error
 

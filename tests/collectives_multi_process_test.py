@@ -42,6 +42,7 @@ def in_worker_exchange():
     for wrong in (
         lambda: kdist.all_gather_object({1, 2} if index else 1),
         lambda: kdist.broadcast(1, source=2),
+        lambda: kdist.all_gather_object({"day": np.datetime64("2026-01-31")}),
     ):
         with pytest.raises(kdist.errors.InvalidArgumentError) as caught:
             wrong()
@@ -51,7 +52,7 @@ def in_worker_exchange():
     return objects, arrays, host(sent), errors, str(caught.value)
 
 
-@pytest.mark.kills(broadcast_drops_bits="[jax]", keys_of_tuples_lost="[torch]")
+@pytest.mark.kills(broadcast_drops_bits="[jax]", dates_called_sparse="[torch]", keys_of_tuples_lost="[torch]")
 @each_backend
 def test_workers_exchange_objects_and_values(backend):
     results = run(backend, NUM_WORKERS, in_worker_exchange)
@@ -62,6 +63,7 @@ def test_workers_exchange_objects_and_values(backend):
         assert {key: seed.tolist() for key, seed in sent["seeds"].items()} == {(1, (1, "a")): [2**40 + 1, -1]}
         assert ("set" if index else "worker 1") in errors[0]
         assert "source=2" in errors[1]
+        assert "'Cannot send an array of datetime64[D] to other workers'" in errors[2]
         assert "barrier 0" in barrier and "barrier 1" in barrier
 
 
@@ -236,6 +238,7 @@ def in_worker_extended():
     return host(total), host(means), host(v.value), created, names
 
 
+@pytest.mark.kills(default_strategy_creates_no_variables="[1-torch]")
 @each_backend
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_the_extended_parts_of_a_strategy(backend, num_workers):

@@ -79,11 +79,12 @@ def encode(batch: Structure) -> bytes:
             return {"value": value}
         array = None if rows.has_sparse(value) or rows.is_ragged(value) else np.asarray(value)
         if array is None or not (array.dtype.kind in "biufcSUO" or array.dtype.name == "bfloat16"):
+            kind = "a sparse or ragged tensor" if array is None else f"an array of {array.dtype}"
             raise DatasetError(
-                "Cannot send a sparse or ragged tensor to other workers. It must be sent, because the replicas have "
-                "different numbers of rows.",
+                f"Cannot send {kind} to other workers. It must be sent, because the replicas have different numbers "
+                "of rows.",
                 received={"type": type(value).__name__},
-                hint="Batch with drop_remainder=True, or make the tensors dense.",
+                hint="Batch with drop_remainder=True, or use dense arrays of numbers or strings.",
             )
         if array.dtype.kind == "O":
             return {"shape": list(array.shape), "strings": [_text(item) for item in array.ravel()]}

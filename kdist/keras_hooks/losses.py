@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 def hook_losses() -> None:
+    from keras import ops
     from keras.src.losses import loss as losses
 
     def reduce_values(
@@ -41,9 +42,10 @@ def hook_losses() -> None:
         replica = running_model_replica()
         if replica is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
             return original(sample_weight, mask, dtype, reduction)
-        # With reduction="sum", Keras does not rescale the mask. The factor must count all replicas.
-        weights = original(sample_weight, mask, dtype, "sum")
-        return weights * _total_over_valid(replica, mask, dtype)
+        # The factor must count all replicas. With reduction="sum", Keras only multiplies the weights by the mask.
+        # On PyTorch, it does so in place, and metrics use the product.
+        scaled = ops.cast(mask, dtype) * _total_over_valid(replica, mask, dtype)
+        return original(sample_weight, scaled, dtype, "sum")
 
     def reduce_weighted_values(
         original: Callable[..., Tensor],
@@ -58,8 +60,6 @@ def hook_losses() -> None:
         if replica is None or is_plain or len(values.shape) > 0:
             return original(values, sample_weight, mask, reduction, dtype)
         # Keras multiplies a scalar loss by the mean of weights and mask. The mean must be over all rows.
-        from keras import ops
-
         values = ops.convert_to_tensor(values, dtype)
         factor = original(ops.ones_like(values), sample_weight, mask, reduction, dtype)
         # On PyTorch, Keras reduces several float64 values to float32, but returns a single one unchanged.

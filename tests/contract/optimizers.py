@@ -117,7 +117,8 @@ def several_optimizers() -> Numbers:
     for scale in (None, 8.0):
         of_biases = {".*/bias": keras.optimizers.Adam(0.05)}
         by_path = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1), of_biases)
-        numbers = a.train(keras.optimizers.MultiOptimizer(by_path, loss_scale_factor=scale))
+        optimizer = keras.optimizers.MultiOptimizer(by_path, loss_scale_factor=scale)
+        numbers = a.train(optimizer) | {"steps": int(optimizer.iterations)}
         found |= {f"scale {scale} {name}": value for name, value in numbers.items()}
     return found
 

@@ -115,6 +115,7 @@ ERRORS = {
 
 
 @pytest.mark.kills(
+    results_explained_as_functions="[torch]",
     servers_keep_what_is_gone="[torch]",
     servers_group_in_one_process="[torch]",
     servers_fail_after_a_failed_dataset="[jax]",

@@ -46,16 +46,18 @@ class JaxEngine(Engine):
     def train_step(self, model: keras.Model, data: Structure) -> Structure:
         """Runs Keras's stateless step with the values that variables have in the surrounding scope."""
         # The optimizer's step runs elsewhere, so the values of its per-variable state do not matter here.
-        own = [
-            v.value if v.ndim == 0 else jax.numpy.zeros(v.shape, v.dtype) for v in model.optimizer.variables
-        ]
+        slots = model.optimizer.variables
+        own = [v.value if v.ndim == 0 else jax.numpy.zeros(v.shape, v.dtype) for v in slots]
         groups = (model.trainable_variables, model.non_trainable_variables, model.metrics_variables)
         others, metrics = ([v.value for v in group] for group in groups[1:])
         with tables.in_step_of(model):
             state = (tables.given(model.trainable_variables), others, own, metrics)
-            logs, (_, new_others, _, new_metrics) = model.train_step(state, data)
+            logs, (_, new_others, new_own, new_metrics) = model.train_step(state, data)
         old, new = [*others, *metrics], [*new_others, *new_metrics]
-        for variable, before, value in zip([*groups[1], *groups[2]], old, new, strict=True):
+        changes = [*zip([*groups[1], *groups[2]], old, new, strict=True)]
+        # A `MultiOptimizer` counts its steps here.
+        changes += [one for one in zip(slots, own, new_own, strict=True) if one[0].ndim == 0]
+        for variable, before, value in changes:
             if value is not before:
                 variable.assign(value)
         return logs
