@@ -137,7 +137,7 @@ print(json.dumps([int(count), int(model.optimizer.iterations), accuracy]))
     assert result_of(script)[2] > 0.95
 
 
-@pytest.mark.kills("scheduled_without_autograph")
+@pytest.mark.kills("scheduled_without_autograph", "scheduled_writes_in_branches_always_count")
 @pytest.mark.in_turn(4)
 def test_errors_of_closures_are_their_own_and_a_lost_server_is_named(job):
     script = job.coordinate(
@@ -160,6 +160,17 @@ def branches(x):
     if total > x:
         return total
     return tf.cast(count, tf.float32) + x
+
+@kdist.function
+def writes(x):
+    if x > 0:
+        count.assign(x)
+    return count.value
+try:
+    coordinator.schedule(writes, args=(tf.constant(-7),))
+    coordinator.join()
+except kdist.errors.UnsupportedError as error:
+    print("refused", int(count), error, flush=True)
 results = [coordinator.schedule(branches, args=(tf.constant(number),)) for number in (1.0, 3.0)]
 print("branches", *map(float, coordinator.fetch(results)), flush=True)
 coordinator.fetch(coordinator.schedule(step, args=(iterator,)))
@@ -176,6 +187,7 @@ except kdist.errors.WorkerLostError as error:
     killed = time.time()
     job.kill("ps", 1)
     message, noticed = result_of(script)
+    assert "refused 0 A scheduled function changes a variable in a branch" in script.stdout()
     assert "raised 'own'" in script.stdout() and "branches 2.0 3.0" in script.stdout()
     assert f"ps 1 ({job.spec['ps'][1]})" in message
     assert "BackupAndRestore" in message

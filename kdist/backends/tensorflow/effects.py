@@ -22,6 +22,7 @@ from kdist.arrays.structures import merged
 from kdist.backends.aggregation import NotesAdditions
 from kdist.backends.coordination import experimental_get_current_worker_index
 from kdist.backends.tensorflow.served import offsets_of, shards_of
+from kdist.errors import UnsupportedError
 
 # Tensors with at least this many elements are sent separately, because packing takes longer than a message.
 _LARGE = 16_384
@@ -87,7 +88,15 @@ class ClosureScope(NotesAdditions, keras.StatelessScope):
                 self._read[id(variable)] = value
         return self._read[id(variable)]
 
+    def _require_no_branch(self) -> None:
+        if not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not self._graph:
+            raise UnsupportedError(
+                "A scheduled function changes a variable in a branch, a loop over tensors or an inner `tf.function`.",
+                hint="Compute the value there, and assign it outside: v.assign(keras.ops.where(x > 0, v + x, v))",
+            )
+
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
+        self._require_no_branch()
         variable, value = update
         is_number = not variable.trainable and keras.backend.standardize_dtype(variable.dtype) != "bool"
         known = self._written.get(id(variable))
@@ -103,6 +112,7 @@ class ClosureScope(NotesAdditions, keras.StatelessScope):
         variables: Sequence[keras.Variable],
     ) -> None:
         """Replaces an optimizer's `apply`, because the servers apply the gradients."""
+        self._require_no_branch()
         self._updates.append((Update(optimizer, list(variables)), list(grads)))
 
     def take(self, variable: keras.Variable, indices: tf.Tensor) -> tf.Tensor | None:
