@@ -118,7 +118,7 @@ def _exchange(runtime: Runtime | None, value: object) -> list[Any]:
     from kdist.arrays.row_exchange import decode
 
     if runtime is None or runtime.num_workers == 1:
-        return [decode(_encoded(value))]  # copies with the types of a larger job, and its errors
+        return [decode(_encoded(value))]  # same copies, types and errors as with several workers
 
     def failed(index: int, text: str) -> Exception:
         return InvalidArgumentError(

@@ -6,7 +6,7 @@ import contextlib
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import SupportsFloat, SupportsIndex
+from typing import Any, SupportsFloat
 
 _OWN = os.path.join(os.path.dirname(__file__), "")  # ends with a slash: kdist_examples/ is not kdist/
 _LIBRARIES = ("site-packages", "dist-packages", "<frozen", "/lib/python", _OWN)
@@ -139,12 +139,16 @@ def check_equal_arrays(forms: Sequence[str]) -> None:
         )
 
 
-def check_whole(name: str, value: object, hint: str, least: int = 1) -> int:
+def check_whole(name: str, value: Any, hint: str, least: int = 1) -> int:
     """Returns a whole number of at least `least`, for example of NumPy, as an `int`. Raises an error for others."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or operator.index(value) < least:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least or type(value).__name__.startswith("bool"):  # also NumPy's `bool`
         what = f"`{name}` is not a whole number of at least {least}."
         raise InvalidArgumentError(what, received={name: value}, hint=hint)
-    return operator.index(value)
+    return number
 
 
 def check_function(name: str, value: object, hint: str) -> None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kdist.errors import InvalidArgumentError, check_function
+from kdist.errors import InvalidArgumentError, check_function, check_whole
 
 # Sums over other groups of rows differ in the last digits of float32; the effect of an error is far larger.
 RTOL, ATOL = 1e-5, 2e-6
@@ -125,12 +125,7 @@ def check_options(epochs: int, rtol: float, atol: float, strategy: Any) -> None:
     Raises:
         InvalidArgumentError: If there is nothing to compare, or `strategy` is not a function.
     """
-    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
-        raise InvalidArgumentError(
-            "`epochs` is not an integer of at least 1.",
-            received={"epochs": epochs},
-            hint="Pass the number of epochs, for example: epochs=2",
-        )
+    check_whole("epochs", epochs, "Pass the number of epochs, for example: epochs=2")
     if not (rtol >= 0 and atol >= 0):
         raise InvalidArgumentError(
             "`rtol` or `atol` is not a number of at least 0.",

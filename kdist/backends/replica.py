@@ -94,8 +94,8 @@ class Replica(ReplicaContext):
         self.local_index = local_index
         self.scope: Any = None  # the replica's `ReplicaScope`
         self.global_values: dict[int, object] = {}
-        self.loss_is_weighted = False
-        self.scaling: set[keras.Optimizer] = set()  # the optimizers that scaled a loss in this step
+        self.scaling: dict[keras.Optimizer, bool] = {}  # optimizers with a scaled loss; `False` once applied
+        self.applying: keras.Optimizer | None = None  # the optimizer whose gradients are applied
         self.log: list[tuple[str, object, str]] = []
         self.kept_gradients: KeptInReplicas | None = None
         self._num_replicas = num_replicas
@@ -236,6 +236,20 @@ class Replica(ReplicaContext):
         return mean, variance
 
     @property
+    def loss_is_weighted(self) -> bool:
+        """Whether gradients come from a loss that `weight_loss` has weighted."""
+        return any(self.scaling.values()) if self.applying is None else bool(self._scaled_for_applying())
+
+    def _scaled_for_applying(self) -> list[keras.Optimizer]:
+        # `MultiOptimizer` scales the loss for its optimizers.
+        return [one for one in self.scaling if self.applying in (one, *getattr(one, "optimizers", ()))]
+
+    def end_apply(self) -> None:
+        """Notes that an optimizer has been applied: later gradients come from other losses."""
+        self.scaling.update(dict.fromkeys(self._scaled_for_applying(), False))
+        self.applying = None
+
+    @property
     def gradient_weight(self) -> Scalar:
         """The factor for gradients before they are summed over the replicas."""
         return self.rows.share if self.is_model_step and not self.loss_is_weighted else 1.0
@@ -244,14 +258,14 @@ class Replica(ReplicaContext):
         """Returns a number, for example from a `RowShare`, as a tensor."""
         return keras.ops.cast(number, dtype)
 
-    def weight_loss(self, loss: TensorT) -> TensorT:
-        """Weights a loss with this replica's share before, instead of after, its gradients are computed.
+    def weight_loss(self, loss: TensorT, optimizer: keras.Optimizer) -> TensorT:
+        """Weights a loss that an optimizer scaled with this replica's share before its gradients are computed.
 
         Needed for loss scaling, so that float16 gradients overflow exactly when they would on one device.
         """
         if not self.is_model_step:
             return loss
-        self.loss_is_weighted = True
+        self.scaling[optimizer] = True
         return loss * self.scalar(self.rows.share, loss.dtype)
 
     def sum_gradients(
@@ -326,8 +340,7 @@ class Replica(ReplicaContext):
 
     def _sum_by_own(self, gradients: Sequence[TensorT], variables: Sequence[keras.Variable]) -> list[TensorT]:
         """Sums with the user's `CrossDeviceOps`, as Keras's optimizers do with `tf.distribute`."""
-        weight = self.gradient_weight
-        weighted = [g * self.scalar(weight, g.dtype) for g in gradients]
+        weighted = [g * self.scalar(self.gradient_weight, g.dtype) for g in gradients]
 
         def merge(strategy: Any, values: Sequence[object]) -> list[TensorT]:
             return strategy.extended.batch_reduce_to(ReduceOp.SUM, zip(values, variables, strict=True))
@@ -341,11 +354,9 @@ class Replica(ReplicaContext):
 
     def take_variables(self, variables: Sequence[keras.Variable]) -> None:
         """Shards new variables that have equal values on all replicas."""
-        return
 
     def apply_gradients(self, apply: Callable[[], object]) -> object:
         """Runs Keras's `optimizer.apply` on this replica's variables. All replicas compute equal updates."""
-        assert self.scope is not None
         with self.scope.untracked():
             return apply()
 

@@ -7,7 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from kdist import communication
 from kdist.cluster import Cluster, timeouts
@@ -16,16 +16,15 @@ from kdist.control.channel import Channel
 from kdist.control.stalls import StallWatch
 
 if TYPE_CHECKING:
+    from kdist.arrays.types import T
     from kdist.communication.shared_memory import SharedMemory
-
-_Item = TypeVar("_Item")
 
 _MOST_BYTES = 64 << 20
 
 
-def in_parts(items: Sequence[_Item], nbytes: Callable[[_Item], int]) -> Iterator[list[_Item]]:
+def in_parts(items: Sequence[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]:
     """Yields groups of variables to broadcast, so that a device has enough memory for a copy of each group."""
-    some: list[_Item] = []
+    some: list[T] = []
     size = 0
     for item in items:
         if some and size + nbytes(item) > _MOST_BYTES:

@@ -7,11 +7,12 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import keras
 
 from kdist import keras_hooks
+from kdist.arrays.types import R
 from kdist.backends.contract import Runtime
 from kdist.backends.messages import call_on_all
 from kdist.checkpoint import layout, plain, sharded, state
@@ -25,7 +26,6 @@ from kdist.errors import CheckpointCorruptError, CheckpointError, CheckpointMism
 _RANDOM = "random"
 _COUNTER = "save_counter"
 
-_Result = TypeVar("_Result")
 _Fact = tuple[str, tuple[int, ...], str]  # the name, the shape and the dtype of a variable
 
 
@@ -228,7 +228,7 @@ def _iterations(index: Index, name: str, model: keras.Model) -> list[tuple[keras
     return [(keras_hooks.step_variable(optimizer), counters[-1])]
 
 
-def _on_all(runtime: Runtime | None, path: str, function: Callable[[], _Result]) -> _Result:
+def _on_all(runtime: Runtime | None, path: str, function: Callable[[], R]) -> R:
     damage: list[CheckpointCorruptError] = []
 
     def read() -> Any:

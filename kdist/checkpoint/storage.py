@@ -15,19 +15,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from kdist.errors import CheckpointCorruptError, CheckpointError, KdistError
-from kdist.whole_files import is_remote, whole_file
+from kdist.whole_files import is_remote, normal, whole_file
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
+    from kdist.arrays.types import R, T
+
 CHUNK = 32 << 20
 _BEAT = 1.0  # seconds between two objects that show that an upload continues; other workers wait longer
-
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
 
 
 def plain(path: str | os.PathLike[str]) -> str:
@@ -41,8 +40,7 @@ def plain(path: str | os.PathLike[str]) -> str:
 
 def absolute(path: str | os.PathLike[str]) -> str:
     """Returns the absolute path of a local file, or the URL of an object."""
-    text = plain(path)
-    return text if is_remote(text) else os.path.abspath(text)
+    return normal(plain(path))
 
 
 def split(path: str) -> tuple[str, str]:
@@ -164,7 +162,7 @@ class Local:
         finally:
             os.close(fd)
 
-    def map(self, function: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_Result]:
+    def map(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
         return list(map(function, items))
 
 
@@ -263,7 +261,7 @@ class Remote:
         with contextlib.suppress(FileNotFoundError), _as_error_of_kdist(path):
             self._store.rm_file(path)
 
-    def map(self, function: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_Result]:
+    def map(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
         # A thread in the background may still save when Python exits, and then no pool can start.
         if threading.current_thread() is not threading.main_thread():
             return list(map(function, items))

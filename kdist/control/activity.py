@@ -25,16 +25,13 @@ def others_work_for_it() -> bool:
     """
     global _children_used
     before, _children_used = _children_used, sum(_seconds_of(pid) for pid in _descendants(os.getpid()))
-    return _children_used - before > _SHARE * 0.5 or _waits_for_disk()
+    waits_for_disk = any(_stat(path)[:1] == ["D"] for path in glob.glob("/proc/self/task/*/stat"))
+    return waits_for_disk or _children_used - before > _SHARE * 0.5
 
 
 def is_stopped(pid: int) -> bool:
     """Returns whether a process of this machine is suspended by a signal such as SIGSTOP."""
     return _stat(f"/proc/{pid}/stat")[:1] == ["T"]
-
-
-def _waits_for_disk() -> bool:
-    return any(_stat(path)[:1] == ["D"] for path in glob.glob("/proc/self/task/*/stat"))
 
 
 def _descendants(pid: int) -> set[int]:

@@ -32,6 +32,8 @@ _MESSAGE, _ALL, _LOSSES, _POST, _WAITS, _ASK, _ANSWER = b"m", b"a", b"l", b"p", 
 _GLANCE = 1.0
 # Seconds to wait for the cause if a worker is lost that may have lost another one.
 _CAUSE = 0.3
+NOTICE_SECONDS = 5.0
+"""The time until a lost worker is detected after a framework has reported an error."""
 # Seconds to wait for an answer of the chief.
 _ANSWER_SECONDS = 2.0
 # With more workers, many messages are usually equal, so compression saves most of the bytes.

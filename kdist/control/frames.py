@@ -25,19 +25,14 @@ os.register_at_fork(
 def frames_of_thread(ident: int) -> list[FrameType]:
     """Returns the frames of the thread with this ident, innermost first; an empty list if there is none."""
     with _without_garbage_collection():
-        return list(_outwards(sys._current_frames().get(ident)))
+        frame = sys._current_frames().get(ident)
+        return [] if frame is None else [outer for outer, _ in traceback.walk_stack(frame)]
 
 
 def stack_lines(ident: int) -> list[str]:
     """Returns the stack of a thread in the format of a traceback, innermost call last."""
     frames = [(frame, frame.f_lineno) for frame in reversed(frames_of_thread(ident))]
     return traceback.StackSummary.extract(iter(frames)).format()
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 @contextlib.contextmanager

@@ -59,7 +59,7 @@ class GrpcServer:
         if header["method"] == "begin":
             return self._begin
         with self._lock:
-            if not self._session:  # a restarted process, which the caller does not know yet
+            if not self._session:  # this process has restarted, and the caller has a session with the old one
                 return lambda header, arrays: ({"is_new": True}, ())
             self._check(header["session"])
             handler = self._handlers[header["method"]]

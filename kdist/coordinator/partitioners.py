@@ -8,10 +8,11 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import SupportsIndex
 
-from kdist.errors import InvalidArgumentError
+from kdist.errors import InvalidArgumentError, check_whole
 
 # Bytes of dtypes whose names do not contain the number of bits. `float` and `int` are as in TensorFlow.
 _SIZES = {"bool": 1, "half": 2, "double": 8, "float": 4, "int": 4, "resource": 1, "variant": 1}
+_HINT = "Pass the maximum number of parts, for example max_shards=2."
 
 
 class Partitioner:
@@ -61,7 +62,9 @@ class FixedShardsPartitioner(Partitioner):
     """
 
     def __init__(self, num_shards: int) -> None:
-        self._num_shards = _count("num_shards", num_shards)
+        self._num_shards = check_whole(
+            "num_shards", num_shards, "Pass the number of parts, for example num_shards=2."
+        )
 
     def __call__(self, shape: Sequence[int], dtype: object, axis: int = 0) -> list[int]:
         """Returns the number of parts of a variable along each axis. See `Partitioner`."""
@@ -93,7 +96,7 @@ class MinSizePartitioner(Partitioner):
         self, min_shard_bytes: int = 256 << 10, max_shards: int = 1, bytes_per_string: int = 16
     ) -> None:
         self._min_shard_bytes = _positive("min_shard_bytes", min_shard_bytes)
-        self._max_shards = _count("max_shards", max_shards)
+        self._max_shards = check_whole("max_shards", max_shards, _HINT)
         self._bytes_per_string = _positive("bytes_per_string", bytes_per_string)
 
     def __call__(self, shape: Sequence[int], dtype: object, axis: int = 0) -> list[int]:
@@ -130,7 +133,7 @@ class MaxSizePartitioner(Partitioner):
     ) -> None:
         self._max_shard_bytes = _positive("max_shard_bytes", max_shard_bytes)
         # As in TensorFlow, 0 means no limit.
-        self._max_shards = _count("max_shards", max_shards) if max_shards else None
+        self._max_shards = check_whole("max_shards", max_shards, _HINT) if max_shards else None
         self._bytes_per_string = _positive("bytes_per_string", bytes_per_string)
 
     def __call__(self, shape: Sequence[int], dtype: object, axis: int = 0) -> list[int]:
@@ -184,21 +187,6 @@ def _bytes_of(dtype: object, bytes_per_string: int) -> int:
             hint='Pass a numeric dtype, for example "float32".',
         )
     return _SIZES[name] if bits is None else max(1, int(bits[0]) // 8)  # int4 also counts as one byte
-
-
-def _count(name: str, value: SupportsIndex) -> int:
-    """Returns a number of parts, or raises if it is not a positive integer."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = 0
-    if number < 1 or type(value).__name__.startswith("bool"):  # also NumPy's `bool`
-        raise InvalidArgumentError(
-            f"`{name}` is not a positive integer.",
-            received={name: value},
-            hint=f"Pass a positive integer, for example {name}=2.",
-        )
-    return number
 
 
 def _positive(name: str, value: int) -> int:

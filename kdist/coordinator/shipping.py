@@ -16,7 +16,7 @@ import traceback
 import types
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 import cloudpickle
 import keras
@@ -24,15 +24,13 @@ import numpy as np
 
 from kdist import keras_hooks
 from kdist.arrays import rows
+from kdist.arrays.types import R
 from kdist.backends.coordination import on_worker
 from kdist.coordinator.rpc import Message
 from kdist.errors import InvalidArgumentError, KdistError
 
 _DEEP = 100_000  # calls, because the depth of a pickle grows with the number of layers
 _STACK = 512 << 20  # bytes, which the system allocates only when they are used
-
-_Result = TypeVar("_Result")
-
 
 _arriving = threading.local()
 """Its attribute `task` is the task for which this thread unpickles."""
@@ -155,7 +153,7 @@ def loads(data: np.ndarray, task: object) -> Any:
     return _deeply(load)
 
 
-def _deeply(function: Callable[[], _Result]) -> _Result:
+def _deeply(function: Callable[[], R]) -> R:
     """Calls a function that reads or writes a pickle, in a thread with a large stack if it is too deep."""
     try:
         return function()

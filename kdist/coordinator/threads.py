@@ -6,10 +6,9 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
+from kdist.arrays.types import P, R
 
 
 class DaemonThreads(Executor):
@@ -23,11 +22,9 @@ class DaemonThreads(Executor):
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         self._idle = threading.Semaphore(0)
 
-    def submit(
-        self, fn: Callable[_Arguments, _Result], /, *args: _Arguments.args, **kwargs: _Arguments.kwargs
-    ) -> Future[_Result]:
+    def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Calls a function in an idle thread, or in a new thread if all are busy."""
-        future: Future[_Result] = Future()
+        future: Future[R] = Future()
         self._calls.put((future, lambda: fn(*args, **kwargs)))
         if not self._idle.acquire(blocking=False):
             threading.Thread(target=self._work, name=self._name, daemon=True).start()

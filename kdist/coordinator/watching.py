@@ -54,12 +54,10 @@ class Folder:
         now = time.monotonic()
         there = self._list()
         self._first_seen = {item: self._first_seen.get(item, now) for item in there}
-        complete = [item for item in there if self._is_complete(item, now)]
+        settled = now - self.settle_seconds
+        complete = [item for item in there if not item.is_file or self._first_seen[item] <= settled]
         self.is_waiting = len(complete) < len(there)
         return max(complete, key=_order, default=None)
-
-    def _is_complete(self, item: Watched, now: float) -> bool:
-        return not item.is_file or now - self._first_seen[item] >= self.settle_seconds
 
     def done_with(self, item: Watched) -> None:
         """Excludes this checkpoint and all older checkpoints."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import keras
 import numpy as np
 
-from kdist.errors import InvalidArgumentError
+from kdist.errors import InvalidArgumentError, check_whole
 
 if TYPE_CHECKING:
     from kdist.arrays.types import Structure
@@ -109,12 +109,7 @@ class NumpyDataset:
             batch_size: The rows per batch. For `experimental_distribute_dataset`, the rows per global batch.
             drop_remainder: Whether to drop a last batch with fewer rows.
         """
-        if batch_size < 1:
-            raise InvalidArgumentError(
-                "batch_size is not positive.",
-                received={"batch_size": batch_size},
-                hint="Pass the number of rows per batch: dataset.batch(64)",
-            )
+        check_whole("batch_size", batch_size, "Pass the number of rows per batch: dataset.batch(64)")
         outer = self._items
 
         def items(epoch: int) -> Iterator[np.ndarray]:

@@ -153,7 +153,7 @@ from kdist.keras_hooks.variables import (
     sync_state,
     without_scope,
 )
-from kdist.keras_hooks.wrapping import strategy_of
+from kdist.keras_hooks.wrapping import strategy_of, temporarily
 
 _lock = threading.Lock()
 _installed = False

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from kdist.context import has_strategy
 from kdist.keras_hooks.own import is_own
 from kdist.keras_hooks.variables import stateless_scope
-from kdist.keras_hooks.wrapping import OWNER, RunningReplica, running_replica, wrap
+from kdist.keras_hooks.wrapping import OWNER, RunningReplica, running_replica, temporarily, wrap
 
 if TYPE_CHECKING:
     import keras
@@ -37,24 +37,14 @@ class _Taking(threading.local):
 _taking = _Taking()
 
 
-@contextlib.contextmanager
-def _taking_with(**values: object) -> Iterator[None]:
-    outer = {name: getattr(_taking, name) for name in values}
-    vars(_taking).update(values)
-    try:
-        yield
-    finally:
-        vars(_taking).update(outer)
-
-
 def taking_gradients(taker: Taker) -> AbstractContextManager[None]:
     """Returns a context in which optimizers in this thread pass gradients to a function instead of applying them."""
-    return _taking_with(taker=taker)
+    return temporarily(_taking, taker=taker)
 
 
 def marking_gradients(mark: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
     """Returns a context in which optimizers in this thread use `mark(gradient)` instead of each gradient."""
-    return _taking_with(mark=mark)
+    return temporarily(_taking, mark=mark)
 
 
 def owner_in_creation() -> keras.Variable | None:
@@ -92,12 +82,12 @@ def hook_optimizers() -> None:
             return _taking.taker(self, list(grads), list(variables))
         grads = _marked(grads)
         replica = running_replica()
-        if replica is None or getattr(replica, "applying", False):
+        if replica is None or replica.applying is not None:
             return original(self, grads, trainable_variables)
-        replica.applying = True  # the optimizer inside a LossScaleOptimizer must not sum again
+        replica.applying = self  # the optimizer inside a LossScaleOptimizer must not sum again
         try:
             variables = trainable_variables or self._trainable_variables
-            grads = _sum_gradients(replica, self, list(grads), list(variables))
+            grads = _sum_gradients(replica, list(grads), list(variables))
 
             def apply_sums() -> object:
                 if not self.built and replica.divides_variables:
@@ -107,7 +97,7 @@ def hook_optimizers() -> None:
 
             return replica.apply_gradients(apply_sums)
         finally:
-            replica.applying = False
+            replica.end_apply()
 
     def stateless_apply(
         original: Callable[..., Structure],
@@ -122,10 +112,7 @@ def hook_optimizers() -> None:
     def scale_loss(original: Callable[..., Tensor], self: keras.Optimizer, loss: Tensor) -> Tensor:
         scaled = original(self, loss)
         replica = running_replica()
-        if replica is None or scaled is loss:
-            return scaled
-        replica.scaling.add(self)
-        return replica.weight_loss(scaled)
+        return scaled if replica is None or scaled is loss else replica.weight_loss(scaled, self)
 
     def from_reference(
         original: Callable[..., keras.Variable],
@@ -134,7 +121,7 @@ def hook_optimizers() -> None:
         *args: object,
         **kwargs: object,
     ) -> keras.Variable:
-        with _taking_with(owner=reference_variable):
+        with temporarily(_taking, owner=reference_variable):
             variable = original(self, reference_variable, *args, **kwargs)
         if has_strategy():
             setattr(variable, OWNER, getattr(reference_variable, "path", None))
@@ -250,16 +237,12 @@ def _marked(grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
 
 
 def _sum_gradients(
-    replica: RunningReplica, optimizer: keras.Optimizer, grads: list[Any], variables: list[keras.Variable]
+    replica: RunningReplica, grads: list[Any], variables: list[keras.Variable]
 ) -> list[Tensor | None]:
-    # Other optimizers may scale their losses before this one is applied. `MultiOptimizer` scales for its optimizers.
-    scaling = [one for each in replica.scaling for one in (each, *getattr(each, "optimizers", ()))]
-    replica.loss_is_weighted = optimizer in scaling
     present = [i for i, gradient in enumerate(grads) if gradient is not None]
     sums = replica.sum_gradients([grads[i] for i in present], [variables[i] for i in present])
     for i, total in zip(present, sums, strict=True):
         grads[i] = total
-    replica.loss_is_weighted = False
     return grads
 
 

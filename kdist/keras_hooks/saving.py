@@ -6,11 +6,11 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kdist import handlers
-from kdist.keras_hooks.wrapping import strategy_of, wrap
+from kdist.keras_hooks.wrapping import strategy_of, temporarily, wrap
 
 if TYPE_CHECKING:
     import keras
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from kdist.arrays.types import Function
 
 
-@contextlib.contextmanager
-def without_tensorflow() -> Iterator[None]:
-    """A context in which Keras does not import TensorFlow to check the types of objects.
+def without_tensorflow() -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which Keras does not import TensorFlow to check the types of objects.
 
     The import takes four seconds and 300 MB if TensorFlow is installed next to another backend. It is not
     needed, because no object of a type exists before its package is imported.
@@ -30,13 +29,8 @@ def without_tensorflow() -> Iterator[None]:
 
     module: Any = module_utils.tensorflow
     if module.name in sys.modules or module._available is not None:
-        yield
-        return
-    module._available = False
-    try:
-        yield
-    finally:
-        module._available = None
+        return contextlib.nullcontext()
+    return temporarily(module, _available=False)
 
 
 def safe_mode() -> SafeModeScope:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
-from kdist.keras_hooks.wrapping import replace, running_replica, wrap
+from kdist.keras_hooks.wrapping import replace, running_replica, temporarily, wrap
 
 if TYPE_CHECKING:
     import keras
 
+    from kdist.arrays.types import T
     from kdist.values import Tensor
 
 
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 # fit in int32. PyTorch's generator adds the two words of a seed. The second word counts the draws, so
 # with a small stride, replicas could get equal seeds.
 SEED_STRIDE = 7_368_787
-
-_Seed = TypeVar("_Seed")
 
 
 class _Thread(threading.local):
@@ -31,7 +30,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def drawn(draw: Callable[[], _Seed]) -> _Seed:
+def drawn(draw: Callable[[], T]) -> T:
     """Returns the seed from `draw`, or from the function that `seeds_from` has set."""
     return draw() if _thread.source is None else _thread.source(draw)
 
@@ -41,15 +40,10 @@ def draws_again() -> bool:
     return _thread.source is not None
 
 
-@contextlib.contextmanager
-def seeds_from(source: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
-    """A context in which `source` provides this thread's seeds; it receives the function that draws one."""
+def seeds_from(source: Callable[[Callable[[], Any]], Any]) -> AbstractContextManager[None]:
+    """Returns a context in which `source` provides this thread's seeds; it receives the function that draws one."""
     outer = _thread.source
-    _thread.source = lambda draw: source(draw if outer is None else lambda: outer(draw))
-    try:
-        yield
-    finally:
-        _thread.source = outer
+    return temporarily(_thread, source=lambda draw: source(draw if outer is None else lambda: outer(draw)))
 
 
 def hook_seeds() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,9 +30,7 @@ class RunningReplica(Protocol):
 
     is_model_step: bool
     rows: Rows
-    loss_is_weighted: bool
-    scaling: set[keras.Optimizer]
-    applying: bool
+    applying: keras.Optimizer | None
     scope: Any
 
     @property
@@ -50,7 +49,8 @@ class RunningReplica(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
     def all_reduce_packed(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
     def mean_over_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
-    def weight_loss(self, loss: Tensor) -> Tensor: ...
+    def weight_loss(self, loss: Tensor, optimizer: keras.Optimizer) -> Tensor: ...
+    def end_apply(self) -> None: ...
     def sum_gradients(
         self, gradients: Sequence[Tensor], variables: Sequence[keras.Variable]
     ) -> list[Tensor]: ...
@@ -84,6 +84,20 @@ def running_model_replica() -> RunningReplica | None:
     """
     replica = running_replica()
     return replica if replica is not None and replica.is_model_step else None
+
+
+@contextlib.contextmanager
+def temporarily(owner: object, /, **attributes: object) -> Iterator[None]:
+    """A context with other attributes of an object. Bypasses `__setattr__`, with which Keras tracks attributes."""
+    own = vars(owner)
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            own.pop(name, None)
+        own.update(before)
 
 
 def wrap(owner: type | ModuleType, name: str, hook: Callable[..., object]) -> None:

@@ -16,7 +16,7 @@ from kdist.launch.options import whole_number
 from kdist.launch.output import Sink, sinks
 from kdist.launch.plan import EVALUATOR_TIMEOUT, TASK_RESTARTS, JobPlan, Policy, plan_job
 from kdist.launch.supervisor import Outcome, Supervisor
-from kdist.launch.worker_process import MOST_EARLY, WorkerProcess
+from kdist.launch.worker_process import Restarts, WorkerProcess
 
 
 def read_options(
@@ -92,8 +92,7 @@ class Job:
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     _starts: int = dataclasses.field(default=0, init=False)
     _others: set[int] = dataclasses.field(default_factory=set, init=False)  # processes from before the job
-    _counted: int = dataclasses.field(default=0, init=False)  # restarts that count against `max_restarts`
-    _times_early: int = dataclasses.field(default=0, init=False)  # in a row, when a worker was preempted
+    _restarts: Restarts = dataclasses.field(default_factory=Restarts, init=False)
 
     def run(self) -> int:
         """Runs the job until it succeeds or has no restart left, and returns the launcher's exit code."""
@@ -195,17 +194,15 @@ class Job:
         fewer = self.local_workers
         if policy.min_workers is not None and outcome.lost:
             fewer = max(self.local_workers - outcome.lost, policy.min_workers)
-        self._times_early = self._times_early + 1 if failed.is_preempted_early else 0
         if failed.exit_code == timeouts.PREEMPTED and policy.max_restarts == 0:
             return None
-        if failed.exit_code == timeouts.PREEMPTED and self._times_early <= MOST_EARLY:
+        if self._restarts.is_free(failed):
             which = f"restart {self._starts + 1} (not counted)"
         elif fewer < self.local_workers:
             which = f"restart {self._starts + 1} with fewer workers"
             self.local_workers = fewer
-        elif self._counted < policy.max_restarts:
-            self._counted += 1
-            which = f"restart {self._counted} of {policy.max_restarts}"
+        elif counted := self._restarts.count(policy.max_restarts):
+            which = counted
         else:
             return None
         noun = "worker" if self.local_workers == 1 else "workers"

@@ -28,7 +28,7 @@ from kdist.cluster import injection, timeouts
 from kdist.launch import linux, report
 from kdist.launch.output import Sink
 from kdist.launch.plan import JobPlan, Policy
-from kdist.launch.worker_process import MOST_EARLY, WorkerProcess
+from kdist.launch.worker_process import WorkerProcess
 
 # If a worker fails, its peers fail within milliseconds. Exits within these seconds count as one failure.
 _WINDOW = 0.2
@@ -272,13 +272,9 @@ class Supervisor:
 
     def _start_again(self, worker: WorkerProcess) -> None:
         most = self.policy.task_restarts
-        worker.times_early = worker.times_early + 1 if worker.is_preempted_early else 0
-        if worker.exit_code == timeouts.PREEMPTED and most and worker.times_early <= MOST_EARLY:
-            which = "restart not counted"
-        elif worker.counted_restarts < most:
-            worker.counted_restarts += 1
-            which = f"restart {worker.counted_restarts} of {most}"
-        else:
+        is_free = worker.restarts.is_free(worker) and most > 0
+        which = "restart not counted" if is_free else worker.restarts.count(most)
+        if which is None:
             self._go_on_without(worker)
             return
         worker.starting = True

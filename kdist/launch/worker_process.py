@@ -20,7 +20,7 @@ from kdist.launch.plan import WorkerPlan
 
 # A worker that exits as preempted so often in a row, and so soon after its start, may do so at each start. Then its
 # restarts count, so that they have an end.
-MOST_EARLY = 3
+_MOST_EARLY = 3
 _EARLY = 60.0  # seconds
 _START = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_start.py")
 
@@ -28,6 +28,28 @@ _START = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_start.py")
 def start_command(command: Sequence[str]) -> list[str]:
     """Returns a command that runs `command` (with an absolute path) and is killed if this process dies."""
     return [sys.executable, "-I", "-S", _START, str(os.getpid()), *command]
+
+
+class Restarts:
+    """Counts the restarts of a job or of one worker, except those after a preemption."""
+
+    def __init__(self) -> None:
+        self._counted = 0
+        self._times_early = 0  # in a row, when the worker was preempted
+
+    def is_free(self, worker: WorkerProcess) -> bool:
+        """Returns whether a restart after the exit of this worker does not count. Call it once per exit."""
+        is_preempted = worker.exit_code == timeouts.PREEMPTED
+        is_early = is_preempted and worker.exited_at - worker.started_at < _EARLY
+        self._times_early = self._times_early + 1 if is_early else 0
+        return is_preempted and self._times_early <= _MOST_EARLY
+
+    def count(self, most: int) -> str | None:
+        """Counts a restart. Returns its number as text, or `None` if no restart is left."""
+        if self._counted >= most:
+            return None
+        self._counted += 1
+        return f"restart {self._counted} of {most}"
 
 
 @dataclasses.dataclass(eq=False)
@@ -56,8 +78,8 @@ class WorkerProcess:
         self.times_stopped = 0  # in a row, when the launcher looked
         self.starting = False  # about to restart
         self.dismissed = False  # may exit now
-        self.restarts = self.counted_restarts = 0
-        self.times_early = 0  # in a row, when it was preempted
+        self.restarts = Restarts()
+        self._times_restarted = 0
         self._log: IO[str] | None = None
 
     @property
@@ -76,7 +98,7 @@ class WorkerProcess:
         self.started_at = time.monotonic()
         logs: list[Sink] = []
         if self.log_file:
-            with self._saying_of_log():
+            with self._reporting_log_errors():
                 os.makedirs(os.path.dirname(self.log_file), exist_ok=True)  # may be deleted before a restart
                 mode = "a" if self.append else "w"
                 self._log = open(self.log_file, mode, encoding="utf-8")  # noqa: SIM115  # closed with the worker
@@ -107,11 +129,6 @@ class WorkerProcess:
             self.pidfd = os.pidfd_open(self.process.pid)
 
     @property
-    def is_preempted_early(self) -> bool:
-        """Whether the process exited as preempted soon after its start."""
-        return self.exit_code == timeouts.PREEMPTED and self.exited_at - self.started_at < _EARLY
-
-    @property
     def is_here(self) -> bool:
         """Whether the process runs or is about to restart."""
         return self.alive or self.starting
@@ -132,8 +149,8 @@ class WorkerProcess:
     def restart(self, told: Mapping[str, str]) -> None:
         """Restarts the process after its exit, with additional variables. Appends to its log file."""
         self.close()
-        self.restarts += 1
-        environ = {**self.plan.environ, **told, timeouts.RESTART_VARIABLE: str(self.restarts)}
+        self._times_restarted += 1
+        environ = {**self.plan.environ, **told, timeouts.RESTART_VARIABLE: str(self._times_restarted)}
         self.plan = dataclasses.replace(self.plan, environ=environ)
         self.exit_code, self.tail, self.append = None, Tail(), True
         self.frozen, self.times_stopped = False, 0
@@ -188,12 +205,12 @@ class WorkerProcess:
             os.close(self.pidfd)
             self.pidfd = None
         if self._log is not None:
-            with self._saying_of_log():
-                self._log.close()  # writes what a full disk has refused
+            with self._reporting_log_errors():
+                self._log.close()  # writes the rest, which fails if the disk is full
             self._log = None
 
     @contextlib.contextmanager
-    def _saying_of_log(self) -> Iterator[None]:
+    def _reporting_log_errors(self) -> Iterator[None]:
         """Reports an error of the log file, for example a full disk, which must not end the job."""
         try:
             yield

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeVar
 
 from kdist import unsupported
+from kdist.arrays.types import T
 from kdist.backends import get_backend
 from kdist.cluster import ClusterResolver
 from kdist.cluster.tpu import TPUClusterResolver
 from kdist.errors import DeviceError, InvalidArgumentError
 from kdist.strategies.places import find_workers
 from kdist.strategies.strategy import Strategy
-
-_Tensor = TypeVar("_Tensor")
 
 _ONE_DEVICE = "TPUStrategy cannot split a replica over several devices."
 _DIVIDE = "To shard a model over devices, use kdist.ModelParallelStrategy or kdist.FullyShardedStrategy."
@@ -84,7 +82,7 @@ class TPUStrategy(Strategy):
         """The resolver that was passed to the constructor, or the default resolver."""
         return self._cluster_resolver
 
-    def experimental_assign_to_logical_device(self, tensor: _Tensor, logical_device_id: int) -> _Tensor:
+    def experimental_assign_to_logical_device(self, tensor: T, logical_device_id: int) -> T:
         """Returns the tensor unchanged, because a replica has one logical device.
 
         Args:
@@ -96,9 +94,7 @@ class TPUStrategy(Strategy):
         """
         return self._on_one_device(tensor, "logical_device_id", logical_device_id, logical_device_id == 0)
 
-    def experimental_split_to_logical_devices(
-        self, tensor: _Tensor, partition_dimensions: Sequence[int]
-    ) -> _Tensor:
+    def experimental_split_to_logical_devices(self, tensor: T, partition_dimensions: Sequence[int]) -> T:
         """Returns the tensor unchanged, because a replica has one logical device.
 
         Args:
@@ -111,7 +107,7 @@ class TPUStrategy(Strategy):
         whole = math.prod(partition_dimensions) == 1
         return self._on_one_device(tensor, "partition_dimensions", partition_dimensions, whole)
 
-    def experimental_replicate_to_logical_devices(self, tensor: _Tensor) -> _Tensor:
+    def experimental_replicate_to_logical_devices(self, tensor: T) -> T:
         """Returns the tensor unchanged, because a replica has one logical device.
 
         Args:
@@ -119,7 +115,7 @@ class TPUStrategy(Strategy):
         """
         return tensor
 
-    def _on_one_device(self, tensor: _Tensor, argument: str, value: object, fits: bool) -> _Tensor:
+    def _on_one_device(self, tensor: T, argument: str, value: object, fits: bool) -> T:
         if fits:
             return tensor
         raise InvalidArgumentError(_ONE_DEVICE, received={argument: value}, hint=_DIVIDE)

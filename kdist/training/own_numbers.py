@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -91,22 +91,15 @@ class Own:
         """The reason for a warning if the object cannot be tested."""
         return "kdist could not check how it reduces the rows of a batch, because it does not accept a part of them."
 
-    @contextlib.contextmanager
-    def noting(self) -> Iterator[None]:
+    def noting(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context that records the calls."""
-        function, before = getattr(self.owner, self.method), dict(vars(self.owner))
+        function = getattr(self.owner, self.method)
 
         def noted(*args: object, **kwargs: object) -> object:
             self.calls.append(keras.tree.map_structure(_copy, (args, kwargs)))
             return function(*args, **kwargs)
 
-        vars(self.owner)[self.method] = noted  # bypasses `__setattr__`, which tracks attributes
-        try:
-            yield
-        finally:
-            del vars(self.owner)[self.method]
-            if self.method in before:  # set on the instance by the user
-                vars(self.owner)[self.method] = before[self.method]
+        return keras_hooks.temporarily(self.owner, **{self.method: noted})
 
     def judge(self, sample: Sample) -> list[Verdict]:
         """Returns a verdict per number, and enables adding up sums.

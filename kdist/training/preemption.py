@@ -14,23 +14,19 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import TypeVar
 
+from kdist.arrays.types import R
 from kdist.backends.contract import Runtime
 from kdist.checkpoint.checkpoint import Checkpoint
 from kdist.checkpoint.folders import gather_from
 from kdist.checkpoint.manager import CheckpointManager
-from kdist.cluster import logs
+from kdist.cluster import logs, timeouts
 from kdist.errors import InvalidArgumentError, check_function, check_positive
 from kdist.training.voting import RegularExchange
 
-EXIT_CODE = 75
-"""The exit code of preempted workers: "temporary failure, try again" (EX_TEMPFAIL in sysexits.h)."""
 _EXCHANGE_SECONDS = 0.5
 _LOOK_SECONDS = 1.0
 _SAME_SECONDS = 1.0  # the launcher and a scheduler may both send the signal
-
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -115,7 +111,7 @@ class TerminationWatch:
         if self._config.exit_fn is not None:
             self._config.exit_fn()
         else:
-            sys.exit(EXIT_CODE)
+            sys.exit(timeouts.PREEMPTED)
 
     def close(self) -> None:
         """Stops watching, and restores the previous handler of SIGTERM."""
@@ -219,9 +215,7 @@ class PreemptionCheckpointHandler:
         """The number of calls of `run` and `save_checkpoint_if_preempted`, also before the restored checkpoint."""
         return int(self._manager.checkpoint.checkpointed_runs)
 
-    def run(
-        self, distributed_train_function: Callable[..., _Result], *args: object, **kwargs: object
-    ) -> _Result:
+    def run(self, distributed_train_function: Callable[..., R], *args: object, **kwargs: object) -> R:
         """Calls a function that runs one step. If a worker will be terminated, saves and exits instead.
 
         Args:

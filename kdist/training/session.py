@@ -6,7 +6,7 @@ import re
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from kdist import keras_hooks, tracing
 from kdist.backends import get_backend
@@ -21,11 +21,10 @@ from kdist.training.progress import Progress
 if TYPE_CHECKING:
     import keras
 
+    from kdist.arrays.types import T
     from kdist.training.keras_callbacks import UserCallbacks
     from kdist.training.voting import Ballot
 
-
-_Opened = TypeVar("_Opened")
 
 _SAME_CALL = "Pass the same arguments on every worker. kdist shards the data."
 
@@ -125,7 +124,7 @@ class Session:
         defaults = {"shuffle": False, "steps_per_execution": self.model.steps_per_execution}
         return GlobalBatches(self.runtime, self.model.name, **defaults | arguments)
 
-    def open_data(self, function: Callable[[], _Opened]) -> _Opened:
+    def open_data(self, function: Callable[[], T]) -> T:
         """Calls a function that creates iterators. Keras reads ahead here, which may fail on one worker."""
         return read_on_all(self.runtime, "Reading the data", function)
 

@@ -156,7 +156,7 @@ def test_a_worker_is_started_again_alone_at_its_port(start, tmp_path):
     assert left_of(job.named(), 1) == []
 
 
-@pytest.mark.kills("roles_worker_preempted_forever")
+@pytest.mark.kills("launch_preempted_forever")
 def test_restarts_have_an_end_and_the_job_goes_on_without_a_worker_but_not_without_all(start):
     script = """
     if role == "worker" and (index == 1 or pathlib.Path("all").exists()): sys.exit(3)

@@ -101,7 +101,7 @@ def test_one_replica_proves_nothing():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"epochs": 0}, "`epochs` is not an integer of at least 1"),
+        ({"epochs": 0}, "`epochs` is not a whole number of at least 1"),
         ({"epochs": True}, "`epochs`"),
         ({"rtol": float("nan")}, "`rtol` or `atol`"),
         ({"atol": -1.0}, "`rtol` or `atol`"),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kdist
 from kdist.cluster import environment
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.models import add_loss_to
@@ -371,8 +372,6 @@ def seeded_after_a_probe(folder: str) -> Any:
     import tensorflow as tf
     from tensorflow.python.eager import context
 
-    import kdist
-
     context.context()._seed = None  # as in a process without a seed
 
     class Sum(keras.losses.Loss):
@@ -383,9 +382,8 @@ def seeded_after_a_probe(folder: str) -> Any:
     for _ in range(2):
         dataset = tf.data.Dataset.range(ROWS).shuffle(ROWS, seed=5).batch(4).map(lambda rows: (rows, rows))
         with scope(True):
-            model = keras.Sequential(
-                [keras.Input((1,)), keras.layers.Embedding(ROWS, 1, "zeros"), keras.layers.Flatten()]
-            )
+            layers = [keras.Input((1,)), keras.layers.Embedding(ROWS, 1, "zeros"), keras.layers.Flatten()]
+            model = keras.Sequential(layers)
             # A step adds 1 to the weight of each of its rows.
             model.compile(keras.optimizers.SGD(1.0), Sum(reduction="sum"))
         model.fit(dataset, epochs=2, verbose=0)

@@ -270,27 +270,26 @@ class Outputs(Template):
         return arrays
 
 
-def function_key(fn: object) -> Hashable:
+def function_key(fn: object, known: dict[int, Hashable] | None = None) -> Hashable:
     """Returns a key that is equal for functions that compile to the same program.
 
     Training code often defines a step function again for each call, with the same code and objects. Or global
     names of a function change, for example if a notebook cell runs again. The key therefore compares the
     code, closures and globals: objects by identity, small constants by value. It references the objects.
+
+    `known` contains the keys of the functions that refer to this one.
     """
-    return _function_key(fn, {})
-
-
-def _function_key(fn: object, known: dict[int, Hashable]) -> Hashable:
+    known = {} if known is None else known
     if isinstance(fn, functools.partial):
-        return "partial", _function_key(fn.func, known), constant_key(fn.args), constant_key(fn.keywords)
+        return "partial", function_key(fn.func, known), constant_key(fn.args), constant_key(fn.keywords)
     if isinstance(fn, types.MethodType):
-        return "method", _function_key(fn.__func__, known), _Same(fn.__self__)
+        return "method", function_key(fn.__func__, known), _Same(fn.__self__)
     if not isinstance(fn, types.FunctionType):
         call = vars(type(fn)).get("__call__")
         return (
             "object",
             _Same(fn),
-            _function_key(call, known) if isinstance(call, types.FunctionType) else None,
+            function_key(call, known) if isinstance(call, types.FunctionType) else None,
         )
     if id(fn) in known:
         return known[id(fn)]
@@ -298,7 +297,7 @@ def _function_key(fn: object, known: dict[int, Hashable]) -> Hashable:
 
     def key(value: object) -> Hashable:
         is_function = isinstance(value, (types.FunctionType, types.MethodType))
-        return _function_key(value, known) if is_function else constant_key(value)
+        return function_key(value, known) if is_function else constant_key(value)
 
     cells = tuple(key(value) for value in _contents(fn.__closure__ or ()))
     there = () if _is_of_library(fn) else [name for name in _names(fn.__code__) if name in fn.__globals__]

@@ -194,12 +194,11 @@ def in_step_of(model: keras.Model) -> Iterator[None]:
         return values, own
 
     # The step computes and applies gradients through these attributes, which exist only in this context.
-    vars(model)["compute_loss_and_updates"] = compute_loss_and_updates
-    vars(optimizer)["stateless_apply"] = stateless_apply
-    try:
+    with (
+        keras_hooks.temporarily(model, compute_loss_and_updates=compute_loss_and_updates),
+        keras_hooks.temporarily(optimizer, stateless_apply=stateless_apply),
+    ):
         yield
-    finally:
-        del vars(model)["compute_loss_and_updates"], vars(optimizer)["stateless_apply"]
 
 
 class Tables:

@@ -23,7 +23,7 @@ import jax
 from kdist import handlers
 from kdist.cluster import Cluster, logs, timeouts
 from kdist.control import loss_reasons, stalls
-from kdist.control.channel import Channel
+from kdist.control.channel import NOTICE_SECONDS, Channel
 from kdist.control.loss_reasons import Loss
 
 # Shares of the heartbeat timeout: the time for the main thread to raise an error after the loss of a worker,
@@ -33,8 +33,6 @@ _GRACE, _LEAST_GRACE = 0.2, 2.0
 _UNANSWERED = 0.55
 # Seconds of grace after a worker was stopped. Its sockets stay open, so collectives that need it never fail.
 _STOPPED_GRACE = 1.0
-# Seconds until a lost worker must be detected after JAX has reported an error.
-_NOTICE_SECONDS = 5.0
 # Seconds for which a failed chief serves the others, so that they can report the reason.
 _FAREWELL = 10.0
 # Seconds for the destructors of C++ after the loss of a worker. They can wait for a collective that never ends.
@@ -104,7 +102,7 @@ class Watch:
 
         If no worker is lost, returns the original error, because the user's code may also use a network.
         """
-        lost = self._channel.wait_for_loss(_NOTICE_SECONDS)
+        lost = self._channel.wait_for_loss(NOTICE_SECONDS)
         if not lost:
             return error
         self._explained = True

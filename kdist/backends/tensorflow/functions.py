@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from kdist import keras_hooks
-from kdist.arrays.types import Args, Function, Kwargs
+from kdist.arrays.types import Args, Function, Kwargs, R
 from kdist.backends import debugging
 from kdist.backends.gradients import check_loss, split_aux
 from kdist.backends.replica import RowShare, equal_shares
@@ -21,17 +21,15 @@ from kdist.backends.tensorflow.replicas import TensorFlowReplica, TensorFlowScop
 from kdist.context import StrategyLike, current_replica, joined_strategy
 from kdist.values import Tensor
 
-_Result = TypeVar("_Result")
-
 
 def in_replicas(
     runtime: TensorFlowCore,
     strategy: StrategyLike,
-    body: Callable[[TensorFlowReplica, int], _Result],
+    body: Callable[[TensorFlowReplica, int], R],
     thread_state: keras_hooks.ThreadState,
     shares: Sequence[tf.Tensor] | None = None,
     variables: Sequence[keras.Variable] = (),
-) -> list[_Result]:
+) -> list[R]:
     """Calls `body(replica, local_index)` in each local replica, in its context and scope.
 
     In a model's step, `shares` has the weights of each local replica's rows, and the step may write
@@ -119,7 +117,7 @@ def lifted(
     return known[strategy]
 
 
-def converted(fn: Callable[..., _Result]) -> Callable[..., _Result]:
+def converted(fn: Callable[..., R]) -> Callable[..., R]:
     """Converts the user's function with AutoGraph if AutoGraph converts the caller of `strategy.run`."""
     context = tf.__internal__.autograph.control_status_ctx()
     return tf.__internal__.autograph.tf_convert(fn, context, convert_by_default=False)
@@ -133,7 +131,7 @@ def local_index(runtime: TensorFlowCore) -> int:
     return int(replica_id) - runtime.replica_ids[0]
 
 
-def function(fn: Callable[..., _Result], **options: object) -> Callable[..., _Result]:
+def function(fn: Callable[..., R], **options: object) -> Callable[..., R]:
     """Returns a `tf.function` that is traced for few shapes.
 
     It uses AutoGraph only if the user asks for it, or if tracing fails without it: if the function loops over a
@@ -148,7 +146,7 @@ def function(fn: Callable[..., _Result], **options: object) -> Callable[..., _Re
 
     @functools.wraps(fn)
     @tf.autograph.experimental.do_not_convert
-    def wrapper(*args: object, **kwargs: object) -> _Result:
+    def wrapper(*args: object, **kwargs: object) -> R:
         if current_replica() is not None:
             return fn(*args, **kwargs)
         nonlocal compiled, loops

@@ -21,7 +21,7 @@ from kdist.backends.tensorflow.collectives import SumsOfGraphs
 from kdist.backends.workers import in_parts
 from kdist.cluster import Cluster, choose_nccl_interface
 from kdist.communication.options import CommunicationImplementation, CommunicationOptions
-from kdist.control.channel import Channel
+from kdist.control.channel import NOTICE_SECONDS, Channel
 from kdist.control.joining import OpenChannel, join_once
 from kdist.control.loss_reasons import DIED, REASONS, Loss
 from kdist.errors import DeviceError, KdistError
@@ -44,8 +44,6 @@ _OF_CONNECTIONS = (
 )
 # The collectives of another worker have failed.
 _ABORTED = "aborted by: "
-# Seconds until a lost worker must be detected after TensorFlow has reported an error.
-_NOTICE_SECONDS = 5.0
 
 
 class Workers(workers.Workers):
@@ -168,7 +166,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         if failure is None and not (named or is_of_connections):
             return error
         # A layer, pipeline or callback can raise similar errors, so check whether a worker is lost.
-        lost = self.channel.wait_for_loss(_NOTICE_SECONDS)
+        lost = self.channel.wait_for_loss(NOTICE_SECONDS)
         is_certain = is_of_connections and (named or _ABORTED in text)
         if not lost and is_certain:
             lost = dict.fromkeys(named, REASONS[DIED])

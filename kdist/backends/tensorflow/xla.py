@@ -6,7 +6,6 @@ Reductions over replicas stay outside, because XLA cannot compile the collective
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -20,13 +19,12 @@ from kdist.backends.tensorflow.served import shards_of
 from kdist.communication.options import hint_ignored
 
 
-@contextlib.contextmanager
-def compiled_call(model: keras.Model, runtime: Runtime) -> Iterator[None]:
-    """A context manager that compiles `model.call` with XLA if the user or, on GPUs, Keras requests it.
+def compiled_call(model: keras.Model, runtime: Runtime) -> contextlib.AbstractContextManager[None]:
+    """Returns a context manager that compiles `model.call` with XLA if the user or, on GPUs, Keras requests it.
 
     It temporarily replaces an attribute of the instance while replicas trace a step.
     """
-    original, before = model.call, vars(model).get("call")
+    original = model.call
 
     def call(*args: object, **kwargs: object) -> object:
         scope = keras_hooks.stateless_scope()
@@ -47,14 +45,9 @@ def compiled_call(model: keras.Model, runtime: Runtime) -> Iterator[None]:
         return original(*args, **kwargs)
 
     # On CPUs, jit_compile="auto" would cost more than it gains.
-    if model.jit_compile and (runtime.devices[0].startswith("gpu:") or keras_hooks.asks_for_jit(model)):
-        vars(model)["call"] = call
-    try:
-        yield
-    finally:
-        vars(model).pop("call", None)
-        if before is not None:
-            vars(model)["call"] = before
+    on_gpus = runtime.devices[0].startswith("gpu:")
+    compiles = model.jit_compile and (on_gpus or keras_hooks.asks_for_jit(model))
+    return keras_hooks.temporarily(model, call=call) if compiles else contextlib.nullcontext()
 
 
 def _can_compile(leaf: object) -> bool:

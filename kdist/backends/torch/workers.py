@@ -22,7 +22,7 @@ from kdist.communication import interrupts
 from kdist.communication.options import CommunicationImplementation, CommunicationOptions, hint_ignored
 from kdist.communication.shared_memory import Sum
 from kdist.control import whereabouts
-from kdist.control.channel import Channel
+from kdist.control.channel import NOTICE_SECONDS, Channel
 from kdist.control.joining import OpenChannel, join_once
 from kdist.control.loss_reasons import Loss
 from kdist.errors import KdistError, StrategyScopeError, WorkerTimeoutError, check_equal_arrays
@@ -30,8 +30,6 @@ from kdist.errors import KdistError, StrategyScopeError, WorkerTimeoutError, che
 _ENGINE = workers.folders_of_engine()
 # The interval at which a waiting worker checks whether the others are alive.
 _LOOK = timedelta(seconds=1)
-# The time until kdist finds the lost worker after PyTorch has reported a broken connection.
-_NOTICE_SECONDS = 5.0
 
 
 class Workers(workers.Workers):
@@ -288,7 +286,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
                 hint="Read the logs of the other workers, or allow more time: "
                 "kdist.experimental.CommunicationOptions(timeout_seconds=3600)",
             )
-        lost = self.channel.wait_for_loss(_NOTICE_SECONDS)
+        lost = self.channel.wait_for_loss(NOTICE_SECONDS)
         return self.channel.lost_error(lost) if lost else error
 
 
